@@ -1,0 +1,42 @@
+"""laconic trains PyTorch models over networks that are too slow for them.
+
+Workers that hold copies of a model must agree; laconic lets them agree while saying 10 to 1000 times less:
+
+    talk = laconic.attach(laconic.power_sgd(rank=4), model, optimizer)
+
+A plan answers four questions: when do workers talk (`schedule`), how is it said (`codec`), what is done with what
+was heard (`outer`), and with whom. `attach` puts it on a model and an optimizer; the training loop stays as it is.
+"""
+
+from laconic.attach import Talk, attach
+from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.cost import sent_bytes
+from laconic.ledger import Ledger
+from laconic.outer import Adopt
+from laconic.plans import Plan, ddp, plan, post_local_sgd, power_sgd
+from laconic.schedules import Every, PostLocal
+from laconic.text import PlanError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Adopt",
+    "ByShape",
+    "Cast",
+    "Codec",
+    "ErrorFeedback",
+    "Every",
+    "Exact",
+    "Ledger",
+    "LowRank",
+    "Plan",
+    "PlanError",
+    "PostLocal",
+    "Talk",
+    "attach",
+    "ddp",
+    "plan",
+    "post_local_sgd",
+    "power_sgd",
+    "sent_bytes",
+]

@@ -1,0 +1,90 @@
+"""Many tensors as one: `pack` and `unpack` are inverses.
+
+    flat = pack(tensors)            # one 1-D tensor
+    unpack(flat, like=tensors)      # views of it, in the tensors' names and shapes
+
+`pack` copies, but for tensors that already lie side by side, as the gradients of a DDP bucket do: these it
+returns as one view of their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from laconic.wires.wire import Tensors
+
+
+def pack(tensors: Tensors, *, alias: bool = False) -> Tensor:
+    """Lay `tensors` side by side in one 1-D tensor, in their order.
+
+    With `alias`, tensors that already lie side by side in memory are not copied.
+
+    >>> pack({"a": torch.ones(2), "b": torch.zeros(1, 2)})
+    tensor([1., 1., 0., 0.])
+    """
+    values = list(tensors.values())
+    if len({(t.dtype, t.device) for t in values}) > 1:
+        kinds = sorted({f"{t.dtype} on {t.device}" for t in values})
+        raise TypeError(f"pack() of {' and '.join(kinds)}: one flat tensor has one dtype and one device.")
+    if alias:
+        whole = side_by_side(values)
+        if whole is not None:
+            return whole
+    if not values:
+        return torch.empty(0)
+    return torch.cat([t.reshape(-1) for t in values])
+
+
+def unpack(flat: Tensor, like: Tensors) -> dict[str, Tensor]:
+    """Cut `flat` into views with the names and shapes of `like`.
+
+    >>> unpack(torch.arange(4), like={"a": torch.ones(2), "b": torch.zeros(1, 2)})
+    {'a': tensor([0, 1]), 'b': tensor([[2, 3]])}
+    """
+    pieces = flat.split([t.numel() for t in like.values()])
+    return {name: piece.view(t.shape) for (name, t), piece in zip(like.items(), pieces, strict=True)}
+
+
+def side_by_side(values: Iterable[Tensor]) -> Tensor | None:
+    """Return the one flat view that covers `values` in order, or None if their memory is not that simple."""
+    values = [t for t in values if t.numel()]
+    if not values or not all(t.is_contiguous() for t in values):
+        return None
+    offset = start = values[0].storage_offset()
+    storage = values[0].untyped_storage().data_ptr()
+    if values[0].device.type == "meta":
+        return None
+    for t in values:
+        if t.storage_offset() != offset or t.untyped_storage().data_ptr() != storage:
+            return None
+        offset += t.numel()
+    return values[0].as_strided((offset - start,), (1,), start)
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors are the very same elements."""
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def in_buckets(tensors: Mapping[str, Tensor], cap_bytes: int = 25 << 20) -> list[list[str]]:
+    """Group names into buckets of at most `cap_bytes`, each of one dtype and device, keeping their order.
+
+    A tensor larger than `cap_bytes` has a bucket of its own.
+
+    >>> in_buckets({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}, cap_bytes=16)
+    [['a', 'b'], ['c']]
+    """
+    open_: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
+    buckets: list[list[str]] = []
+    for name, t in tensors.items():
+        size = t.numel() * t.element_size()
+        names, filled = open_.get((t.dtype, t.device), ([], 0))
+        if not names or filled + size > cap_bytes:
+            names, filled = [], 0
+            buckets.append(names)
+        names.append(name)
+        open_[t.dtype, t.device] = (names, filled + size)
+    return buckets

@@ -1,0 +1,80 @@
+"""Codecs that send every number: as it is, or in fewer bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from laconic.buckets import pack, unpack
+from laconic.text import as_code
+from laconic.wires.wire import Averaged, Exchange, Mean, State, Tensors, all_finite
+
+
+@dataclass(frozen=True, repr=False)
+class Exact:
+    """Every number in its own precision, in one round: what DDP does.
+
+    With `wide`, the sum is taken in a wider type, so that equal replicas stay bit-equal.
+    """
+
+    wide: bool = False
+
+    __repr__ = as_code
+
+    def accepts(self, shape: torch.Size) -> bool:
+        """Accept every shape."""
+        return True
+
+    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+        """Average `tensors` as they are."""
+        flat = pack(tensors, alias=reuse)
+        if flat.numel():  # no collective for nothing
+            flat = yield Mean(flat, wide=self.wide)
+        mean = unpack(flat, like=tensors)
+
+        def own() -> dict[str, Tensor]:
+            if reuse:
+                raise RuntimeError("Exact: the own part was overwritten by the mean. Ask with reuse=False to keep it.")
+            return dict(tensors)
+
+        return Averaged(mean, own, lambda: all_finite({"": flat}))
+
+
+@dataclass(frozen=True, repr=False)
+class Cast:
+    """Every number in half the bits: `Cast("bf16")` or `Cast("fp16")`.
+
+    bf16 keeps the range and 8 bits of precision; fp16 keeps 11 bits, but values above 65504 overflow.
+    """
+
+    to: Literal["bf16", "fp16"]
+
+    __repr__ = as_code
+
+    def __post_init__(self) -> None:
+        if self.to not in ("bf16", "fp16"):
+            raise ValueError(f'Cast({self.to!r}): the type must be "bf16" or "fp16". To send all bits, use Exact().')
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type on the wire."""
+        return torch.bfloat16 if self.to == "bf16" else torch.float16
+
+    def accepts(self, shape: torch.Size) -> bool:
+        """Accept every shape."""
+        return True
+
+    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+        """Average `tensors` rounded to the smaller type."""
+        flat = pack({name: t.to(self.dtype) for name, t in tensors.items()})
+        if flat.numel():
+            flat = yield Mean(flat)
+        mean = {name: t.to(tensors[name].dtype) for name, t in unpack(flat, like=tensors).items()}
+
+        def own() -> dict[str, Tensor]:
+            return {name: t.to(self.dtype).to(t.dtype) for name, t in tensors.items()}
+
+        return Averaged(mean, own, lambda: all_finite({"": flat}))

@@ -1,0 +1,61 @@
+"""What a plan costs, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from laconic.buckets import in_buckets
+from laconic.codecs import ByShape, Codec
+from laconic.ledger import Ledger
+from laconic.plans import Plan
+from laconic.wires.dry import dry
+from laconic.wires.wire import State
+
+Shaped = Tensor | torch.Size | Sequence[int]
+
+
+def sent_bytes(
+    plan: Plan,
+    named_tensors: nn.Module | Mapping[str, Shaped] | Iterable[tuple[str, Shaped]],
+    workers: int = 2,
+) -> float:
+    """Count the payload bytes of one step, for one worker, without running anything.
+
+    The codec itself runs on meta tensors over the dry wire. Where steps differ, as they do with a period or with
+    alternating rounds, this is their average once the method applies (from `start` on).
+    Shapes count as float32.
+
+    >>> from laconic import ddp, power_sgd
+    >>> sent_bytes(ddp(), {"weight": (512, 512)}), sent_bytes(power_sgd(rank=4), {"weight": (512, 512)})
+    (1048576.0, 8192.0)
+    """
+    tensors = _meta(named_tensors)
+    ledger, state = Ledger(), State()
+    start = plan.schedule.start
+    cycle = 2 * plan.schedule.period  # two periods: alternating rounds come to both their turns
+    for step in range(start, start + cycle):
+        talk = plan.at(step)
+        if talk is None or workers == 1:
+            continue
+        for names in in_buckets(tensors):
+            dry(routed(talk[1]).average({name: tensors[name] for name in names}, state), ledger, workers)
+    return ledger.payload_bytes / cycle
+
+
+def routed(codec: Codec) -> Codec:
+    """Let what `codec` declines travel exactly, where it declines anything."""
+    return codec if codec.accepts(torch.Size([])) else ByShape(codec)
+
+
+def _meta(named: nn.Module | Mapping[str, Shaped] | Iterable[tuple[str, Shaped]]) -> dict[str, Tensor]:
+    if isinstance(named, nn.Module):
+        named = ((name, p) for name, p in named.named_parameters() if p.requires_grad)
+    pairs = named.items() if isinstance(named, Mapping) else named
+    return {name: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else _empty(x) for name, x in pairs}
+
+
+def _empty(shape: Sequence[int]) -> Tensor:
+    return torch.empty(tuple(shape), device="meta")

@@ -1,0 +1,276 @@
+"""The group wire: exchanges over a torch process group, many in flight, in one order.
+
+A conductor drives all exchanges of one group. Collectives must start in the same order on every worker, but
+backward passes, callbacks and threads have no common clock. So one thread starts them all, by a rule that looks
+only at the order in which exchanges were submitted:
+
+    a new exchange says its first word, then each older one, oldest first, waits for its answer and says its next.
+
+For three buckets of two rounds each:  1a 2a 1b 3a 2b | flush: 3b.
+
+The conductor talks on a group of its own, so that nothing else (DDP's bitmap of unused parameters, the user's own
+collectives) can come between. NCCL orders by stream and its waits do not block the host: there, exchanges run in
+the caller's thread, on the caller's group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from laconic.ledger import Ledger
+from laconic.wires.wire import Averaged, Exchange, Gather, Mean, Request, operation, payload_bytes
+
+Group = dist.ProcessGroup
+
+
+@dataclass(eq=False)
+class _Running:
+    """An exchange on its way: the request in flight and what its end is to become."""
+
+    exchange: Exchange
+    value: Tensor
+    future: Future[Tensor]
+    phase: str
+    end: Averaged | None = None
+    round: int = 0
+    request: Request | None = None
+    answering: Generator[Any, None, Tensor] | None = None
+    work: Any = None
+    launched_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Flush:
+    """Submitted after the last exchange of a batch: let all of them end."""
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """Ends the thread."""
+
+
+class Conductor:
+    """Drives the exchanges of one group, and fixes the order of its collectives.
+
+    `group=None` is a world of one: every question is answered by what was asked.
+    """
+
+    def __init__(self, group: Group | None, ledger: Ledger, level: str = "world") -> None:
+        self.ledger = ledger
+        self.level = level
+        self.group = group
+        self.workers = 1 if group is None else group.size()
+        self._inline = group is None or self.workers == 1 or dist.get_backend(group) == "nccl"
+        if group is not None and not self._inline:
+            self.group = group_of_our_own(group)
+        self._queue: queue.SimpleQueue[_Running | _Flush | _Stop] = queue.SimpleQueue()
+        self._active: list[_Running] = []
+        self._broken: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, exchange: Exchange, phase: str, value: Tensor) -> Future[Tensor]:
+        """Queue an exchange; when it ends, the future's value is `value`.
+
+        All workers must submit the same exchanges in the same order, and `flush` after the last of a batch.
+        """
+        return self._submit(exchange, phase, value).future
+
+    def _submit(self, exchange: Exchange, phase: str, value: Tensor) -> _Running:
+        running = _Running(exchange, value, Future(), phase)
+        if self._inline:
+            self._run_inline(running)
+        else:
+            self._ensure_thread()
+            self._queue.put(running)
+        return running
+
+    def flush(self) -> None:
+        """Let all submitted exchanges run to their end, without waiting for it."""
+        if not self._inline:
+            self._queue.put(_Flush())
+
+    def run(self, exchange: Exchange, phase: str) -> Averaged:
+        """Run one exchange to its end, and wait for it."""
+        running = self._submit(exchange, phase, torch.empty(0))
+        self.flush()
+        running.future.wait()
+        assert running.end is not None
+        return running.end
+
+    def close(self) -> None:
+        """End the thread. The group itself goes with torch's `destroy_process_group`."""
+        if self._thread is not None:
+            self._queue.put(_Stop())
+            self._thread.join(timeout=10)
+            self._thread = None
+
+    def _ensure_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), self._queue), daemon=True)
+            self._thread.name = f"laconic-conductor-{self.level}"
+            self._thread.start()
+
+    def _run_inline(self, running: _Running) -> None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+        if device is not None:
+            running.future = Future(devices=[device])
+        with torch.no_grad():
+            if self._guarded(self._begin, running):
+                while not running.future.done() and self._guarded(self._advance, running):
+                    pass
+
+    def _serve_one(self, item: _Running | _Flush) -> None:
+        if isinstance(item, _Flush):
+            while self._active:
+                self._advance_all()
+            return
+        if self._broken is not None:
+            self._fail(item, self._broken)
+            return
+        older, self._active = self._active, [*self._active, item]
+        self._guarded(self._begin, item)
+        for running in older:
+            self._guarded(self._advance, running)
+        self._active = [running for running in self._active if not running.future.done()]
+
+    def _advance_all(self) -> None:
+        for running in list(self._active):
+            self._guarded(self._advance, running)
+        self._active = [running for running in self._active if not running.future.done()]
+
+    def _guarded(self, action: Callable[[_Running], None], running: _Running) -> bool:
+        """Run one step of an exchange; an error breaks the group's order, so it ends all exchanges."""
+        if running.future.done():
+            return False
+        try:
+            action(running)
+        except Exception as error:
+            self._broken = error
+            for each in [running, *self._active]:
+                self._fail(each, error)
+            return False
+        return True
+
+    def _fail(self, running: _Running, error: BaseException) -> None:
+        if not running.future.done():
+            # torch's Future takes any exception, whatever its annotation says.
+            running.future.set_exception(error)  # type: ignore[arg-type]
+
+    def _begin(self, running: _Running) -> None:
+        self._ask(running, lambda: next(running.exchange))
+
+    def _advance(self, running: _Running) -> None:
+        """Wait for the answer in flight, hand it over, and launch what is asked next."""
+        if running.work is not None:
+            running.work.wait()
+        try:
+            assert running.answering is not None
+            running.work = next(running.answering)
+        except StopIteration as stop:
+            answer: Tensor = stop.value
+            self._record(running)
+            self._ask(running, lambda: running.exchange.send(answer))
+
+    def _ask(self, running: _Running, proceed: Callable[[], Request]) -> None:
+        try:
+            request = proceed()
+        except StopIteration as stop:
+            running.end = stop.value
+            running.future.set_result(running.value)
+            return
+        running.round += 1
+        running.request = request
+        running.launched_s = time.perf_counter()
+        running.answering = self._answer(request)
+        running.work = None
+        with contextlib.suppress(StopIteration):
+            running.work = next(running.answering)
+            return
+        # Answered without the network: a world of one.
+        answer = request.x if isinstance(request, Mean) else request.x[None]
+        self._ask(running, lambda: running.exchange.send(answer))
+
+    def _record(self, running: _Running) -> None:
+        assert running.request is not None
+        self.ledger.record(
+            operation(running.request),
+            payload_bytes(running.request),
+            self.workers,
+            phase=running.phase,
+            level=self.level,
+            round_=running.round,
+            seconds=time.perf_counter() - running.launched_s,
+        )
+
+    def _answer(self, request: Request) -> Generator[Any, None, Tensor]:
+        """Launch the collectives that answer `request`, one after the other, and return the answer."""
+        if self.workers == 1:
+            return request.x
+        if isinstance(request, Gather):
+            return (yield from self._gather(request.x))
+        if request.wide and not self._sums_exactly(request.x.dtype):
+            return (yield from self._wide_mean(request.x))
+        x = request.x.contiguous()
+        x.div_(self.workers)  # before the sum, so that fp16 does not overflow
+        yield dist.all_reduce(x, group=self.group, async_op=True)
+        return x
+
+    def _sums_exactly(self, dtype: torch.dtype) -> bool:
+        """Whether equal values survive a plain sum in any order: up to 4 terms do, but 3; from 5 on they round."""
+        return dtype in (torch.float32, torch.float64) and self.workers in (2, 4)
+
+    def _gather(self, x: Tensor) -> Generator[Any, None, Tensor]:
+        out = x.new_empty((self.workers, *x.shape))
+        yield dist.all_gather(list(out.unbind()), x.contiguous(), group=self.group, async_op=True)
+        return out
+
+    def _wide_mean(self, x: Tensor) -> Generator[Any, None, Tensor]:
+        """Reduce-scatter by hand, summing in a wider type, then all-gather: the bytes of a ring all-reduce."""
+        flat = x.reshape(-1)
+        share = -(-flat.numel() // self.workers)  # rounded up
+        padded = flat.new_zeros(self.workers * share)
+        padded[: flat.numel()] = flat
+        pieces = torch.empty_like(padded)
+        yield dist.all_to_all_single(pieces, padded, group=self.group, async_op=True)
+        wider = torch.float32 if x.element_size() < 4 else torch.float64
+        mean = pieces.view(self.workers, share).mean(0, dtype=wider).to(x.dtype)
+        yield dist.all_gather(list(padded.view(self.workers, share).unbind()), mean, group=self.group, async_op=True)
+        return padded[: flat.numel()].view(x.shape)
+
+
+def _serve(conductor: weakref.ref[Conductor], items: queue.SimpleQueue[_Running | _Flush | _Stop]) -> None:
+    """The thread: holds no reference while it waits, so that a forgotten conductor can go."""
+    with torch.no_grad():
+        while True:
+            try:
+                item = items.get(timeout=5)
+            except queue.Empty:
+                if conductor() is None:
+                    return
+                continue
+            serving = conductor()
+            if isinstance(item, _Stop) or serving is None:
+                return
+            serving._serve_one(item)
+            del serving, item
+
+
+def group_of_our_own(group: Group) -> Group:
+    """Make a second group of the same workers; only they need to take part."""
+    ranks = dist.get_process_group_ranks(group)
+    ours = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
+    if not isinstance(ours, Group):
+        raise RuntimeError("torch.distributed.new_group() did not make this worker a member of its own group.")
+    return ours

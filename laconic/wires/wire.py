@@ -1,0 +1,91 @@
+"""What a codec may ask of the network.
+
+A codec does no I/O. It is a generator that yields a request, is sent the answer, and ends with `Averaged`.
+Whoever drives it owns the network: a process group (`group.py`), K workers in this process (`lockstep.py`)
+or nobody at all (`dry.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+"""Tensors by the name of their parameter: never by position, bucket or address."""
+
+State: TypeAlias = dict[str, Any]
+"""What a codec remembers between rounds: a nest of dicts, tensors and plain numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mean:
+    """The mean of `x` over all workers, in `x`'s shape and dtype.
+
+    `x` is given away: the answer may be the same memory, overwritten. With `wide`, the sum is taken in a wider
+    type, so that workers with equal values get exactly these values back.
+    """
+
+    x: Tensor
+    wide: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Gather:
+    """Every worker's `x`, stacked in the order of the workers: [workers, *x.shape]."""
+
+    x: Tensor
+
+
+Request: TypeAlias = Mean | Gather
+
+
+@dataclass(frozen=True, eq=False)
+class Averaged:
+    """What an exchange ends with.
+
+    `mean` is what every worker received, the same bits everywhere. `own()` is what this worker's own messages
+    amounted to; over all workers, the own parts average to the mean. `finite()` is a 0-d bool tensor: whether
+    the mean is free of NaN and Inf, and so the same answer on every worker. The last two cost a pass over
+    memory and are computed when asked for.
+    """
+
+    mean: dict[str, Tensor]
+    own: Callable[[], dict[str, Tensor]]
+    finite: Callable[[], Tensor]
+
+
+Exchange: TypeAlias = Generator[Request, Tensor, Averaged]
+
+
+def describe(request: Request) -> str:
+    """Name a request the way that errors print it.
+
+    >>> describe(Mean(torch.zeros(12, 8)))
+    'Mean[12, 8]'
+    """
+    return f"{type(request).__name__}{list(request.x.shape)}"
+
+
+def operation(request: Request) -> str:
+    """Name the collective that answers `request`, as the ledger calls it."""
+    return "all_reduce" if isinstance(request, Mean) else "all_gather"
+
+
+def payload_bytes(request: Request) -> int:
+    """Count the bytes that one worker hands to the collective."""
+    return request.x.numel() * request.x.element_size()
+
+
+def all_finite(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Tell in one pass, as a 0-d bool tensor, whether no tensor holds NaN or Inf.
+
+    A sum is non-finite as soon as one of its terms is, and costs a twentieth of `isfinite(x).all()` on a CPU.
+    """
+    sums = [t.sum(dtype=torch.float32 if t.element_size() < 4 else None) for t in tensors.values()]
+    if not sums:
+        return torch.tensor(True)
+    return torch.stack([s.to(sums[0].dtype) for s in sums]).isfinite().all()
