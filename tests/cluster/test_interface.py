@@ -55,15 +55,18 @@ def worker(index: int, workers: int, leader: str) -> None:
 @pytest.mark.parametrize("workers", [2, 4])
 def test_wire_bytes_are_the_interfaces_bytes(workers):
     code = "import sys; from tests.cluster.test_interface import worker as w; w(*map(int, sys.argv[1:3]), sys.argv[3])"
+    environment = "env GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1"
     with hosts(workers) as made:
         leader = made[0][1]
         processes = [
             subprocess.Popen(
                 [
-                    *f"ip netns exec {name} env GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 {sys.executable} -c".split(),
+                    *f"ip netns exec {name} {environment} {sys.executable} -c".split(),
                     code,
-                ]
-                + [str(index), str(workers), leader],
+                    str(index),
+                    str(workers),
+                    leader,
+                ],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
