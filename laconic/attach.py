@@ -202,10 +202,9 @@ class Talk:
         talk = self.plan.at(self.step + 1)
         if talk is None or talk[0] is not Payload.GRADIENT:
             return _resolved(bucket.buffer())
-        future = self._replica.average_bucket(talk[1], bucket.parameters(), bucket.gradients(), bucket.buffer())
-        if bucket.is_last():
-            self._replica.conductor.flush()
-        return future
+        return self._replica.average_bucket(
+            talk[1], bucket.parameters(), bucket.gradients(), bucket.buffer(), bucket.is_last()
+        )
 
 
 class _Dispatcher:

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from laconic.buckets import in_buckets, same_memory
+from laconic.averaging import mean_of, run_all, written
+from laconic.bucket_stream import BucketStream
+from laconic.buckets import in_buckets
 from laconic.codecs import Codec, Exact
 from laconic.codecs.codec import wide_dtype
 from laconic.cost import routed
@@ -25,6 +27,7 @@ class Replica:
 
     def __init__(self, model: nn.Module, conductor: Conductor) -> None:
         self.conductor = conductor
+        self.stream = BucketStream(conductor)
         self.params = {clean(name): p for name, p in model.named_parameters() if p.requires_grad}
         self.buffers = {clean(name): b for name, b in model.named_buffers() if b.is_floating_point()}
         self.name_of = {id(p): name for name, p in self.params.items()}
@@ -38,12 +41,15 @@ class Replica:
         self._weight_buckets = in_buckets(weights)
 
     def average_bucket(
-        self, codec: Codec, params: Sequence[Tensor], grads: Sequence[Tensor], flat: Tensor
+        self, codec: Codec, params: Sequence[Tensor], grads: Sequence[Tensor], flat: Tensor, last: bool
     ) -> Future[Tensor]:
         """Start to average one DDP bucket; the future's value is `flat`, with the means in it."""
         tensors = {self.name_of[id(p)]: g for p, g in zip(params, grads, strict=True)}
-        exchange = self._routed(codec).average(tensors, self.state["gradient"], reuse=True)
-        return self.conductor.submit(_written(exchange, tensors), Payload.GRADIENT, flat)
+
+        def begin(bucket: Mapping[str, Tensor]) -> Exchange:
+            return self._routed(codec).average(bucket, self.state["gradient"], reuse=True)
+
+        return self.stream.take(tensors, flat, last, begin)
 
     def average_gradients(self, codec: Codec) -> None:
         """Average `.grad` of every parameter, and wait for it. A gradient that is None here counts as zero."""
@@ -58,19 +64,19 @@ class Replica:
         exchanges = []
         for names in self._gradient_buckets:
             bucket = {name: grads[name] for name in names}
-            exchanges.append(_written(self._routed(codec).average(bucket, self.state["gradient"], reuse=True), bucket))
-        self._run(exchanges, Payload.GRADIENT)
+            exchanges.append(written(self._routed(codec).average(bucket, self.state["gradient"], reuse=True), bucket))
+        run_all(self.conductor, exchanges, Payload.GRADIENT)
         for name in absent:
             self.params[name].grad = None
 
     def average_weights(self, plan: Plan) -> None:
         """Bring the workers' weights together, as the plan has it, and wait for it."""
         if self.anchor is None:
-            exchanges = [self._mean_of(names) for names in self._weight_buckets]
+            exchanges = [mean_of(self._some(names)) for names in self._weight_buckets]
         else:
             exchanges = [self._delta_of(plan, names) for names in self._gradient_buckets]
-            exchanges += [self._mean_of(names) for names in in_buckets(self._named_buffers())]
-        self._run(exchanges, Payload.WEIGHTS)
+            exchanges += [mean_of(self._some(names)) for names in in_buckets(self._named_buffers())]
+        run_all(self.conductor, exchanges, Payload.WEIGHTS)
 
     def drop_anchor(self) -> None:
         """Remember the weights of now, which all workers share, as what deltas are taken from."""
@@ -95,11 +101,8 @@ class Replica:
     def _named_buffers(self) -> dict[str, Tensor]:
         return {name: t for name, t in self._weights.items() if name.startswith("buffer:")}
 
-    def _mean_of(self, names: Iterable[str]) -> Exchange:
-        weights = {name: self._weights[name].detach() for name in names}
-        end = yield from Exact(wide=True).average(weights, {})
-        _write(weights, end.mean)
-        return end
+    def _some(self, names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: self._weights[name].detach() for name in names}
 
     def _delta_of(self, plan: Plan, names: Iterable[str]) -> Exchange:
         assert self.anchor is not None
@@ -120,22 +123,16 @@ class Replica:
             here = self.conductor.run(_flags(here), "control").mean["flags"]
         return [name for name, used in zip(self.params, here.tolist(), strict=True) if not used]
 
-    def _run(self, exchanges: Iterable[Exchange], phase: str) -> None:
-        nothing = torch.empty(0)
-        futures = [self.conductor.submit(exchange, phase, nothing) for exchange in exchanges]
-        self.conductor.flush()
-        for future in futures:
-            future.wait()
-
     def state_dict(self) -> dict[str, Any]:
         """What this worker must remember besides weights: codec states, the outer state, the anchor."""
-        return {"state": self.state, "anchor": self.anchor}
+        return {"state": self.state, "anchor": self.anchor, "layout": self.stream.layout}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         devices = {name: p.device for name, p in self.params.items()}
         self.state = _copied(saved["state"], devices)
         self.anchor = None if saved["anchor"] is None else _copied(saved["anchor"], devices)
+        self.stream.repeat(saved["layout"])
 
 
 def clean(name: str) -> str:
@@ -151,19 +148,6 @@ def clean(name: str) -> str:
 def _flags(here: Tensor) -> Exchange:
     mean = yield Mean(here)
     return Averaged({"flags": mean}, dict, lambda: torch.tensor(True))
-
-
-def _write(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, t in into.items():
-        if not same_memory(t, values[name]):
-            t.copy_(values[name])
-
-
-def _written(exchange: Exchange, into: Mapping[str, Tensor]) -> Exchange:
-    """Let an exchange end by writing its means over `into`."""
-    end = yield from exchange
-    _write(into, end.mean)
-    return end
 
 
 def _copied(nest: Any, devices: Mapping[str, torch.device]) -> Any:

@@ -64,17 +64,20 @@ class _Stop:
 class Conductor:
     """Drives the exchanges of one group, and fixes the order of its collectives.
 
-    `group=None` is a world of one: every question is answered by what was asked.
+    `group=None` is a world of one: every question is answered by what was asked. With `share` it talks on `group`
+    itself, for callers who wait for each batch and let nothing else talk meanwhile.
     """
 
-    def __init__(self, group: Group | None, ledger: Ledger, level: str = "world") -> None:
+    def __init__(self, group: Group | None, ledger: Ledger, level: str = "world", share: bool = False) -> None:
         self.ledger = ledger
         self.level = level
         self.group = group
         self.workers = 1 if group is None else group.size()
         self._inline = group is None or self.workers == 1 or dist.get_backend(group) == "nccl"
-        if group is not None and not self._inline:
+        if group is not None and not self._inline and not share:
             self.group = group_of_our_own(group)
+        backend = None if group is None else dist.get_backend(group)
+        self.device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._queue: queue.SimpleQueue[_Running | _Flush | _Stop] = queue.SimpleQueue()
         self._active: list[_Running] = []
         self._broken: BaseException | None = None
