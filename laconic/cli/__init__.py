@@ -1,0 +1,1 @@
+"""The `laconic` command: `main.py`, one file for each command, and what they show."""

@@ -1,0 +1,69 @@
+"""The `laconic` command: its list of commands, and how it ends.
+
+A user's mistake ends with one paragraph on stderr and exit code 2, a failed worker with 1, a signal with
+128 and its number. A traceback means a defect of laconic.
+"""
+
+import os
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+import laconic
+from laconic.cli.compare import compare
+from laconic.cli.migrate import migrate
+from laconic.cli.train import train
+from laconic.lab.launch import Stopped, WorkerError, stoppable
+from laconic.lab.settings import LabError, found_place
+
+app = typer.Typer(
+    name="laconic",
+    help="Train PyTorch models over networks that are too slow for them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"laconic {version('laconic')}")
+        raise typer.Exit
+
+
+@app.callback()
+def laconic_command(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave."),
+    ] = False,
+) -> None:
+    """Train PyTorch models over networks that are too slow for them."""
+
+
+# The commands, one line each.
+app.command()(train)
+app.command()(compare)
+app.command()(migrate)
+
+
+def main() -> None:
+    """Runs the command that the arguments name."""
+    with stoppable():
+        try:
+            app()
+        except Stopped as stopped:
+            _end(f"stopped by {stopped}; no worker is left behind.", 128 + stopped.signal_number)
+        except (LabError, laconic.PlanError) as error:
+            _end(str(error), 2)
+        except WorkerError as error:
+            _end(str(error), 1)
+
+
+def _end(message: str, code: int) -> None:
+    place = found_place(os.environ)
+    if place is None or place.worker == 0:
+        print(f"laconic: {message}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,59 @@
+"""How tests run the command: in this process for mistakes, which is quick, or as a user does."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from laconic.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def here(monkeypatch, capsys) -> Run:
+    """Runs `laconic` with these arguments in this process."""
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["laconic", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return Ended(int(ended.value.code or 0), said.out, said.err)
+
+    return run
+
+
+@pytest.fixture
+def outside() -> Run:
+    """Runs `python` with these arguments, from the root of the repository."""
+
+    def run(*arguments: str) -> Ended:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
+        )
+        return Ended(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def tiny() -> list[str]:
+    """Options of a model that trains in a moment."""
+    return TINY

@@ -1,0 +1,73 @@
+"""Mistakes: one clear paragraph on stderr, exit code 2, no traceback, nothing started."""
+
+import socket
+
+import pytest
+
+import laconic
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--workers", "0"], "--workers 0: there must be at least 1."),
+        (["--steps", "-1"], "--steps -1: there must be at least 1."),
+        (["--heads", "3"], "Heads that fit 128: 1, 2, 4, 8, 16, 32, 64."),
+        (["--workers", "5000"], "or add --oversubscribe to start 5000 all the same."),
+        (["--plan", "gossip()"], "gossip"),
+        (["--plan", "power_sgd(rank=0)"], "rank must be at least 1"),
+        (["--plan", "__import__('os').getcwd()"], "__import__"),
+        (["--data", "no/such/path"], "--data no/such/path: there is no such file or folder."),
+        (["--json", "no/such/folder/out.json"], "--json no/such/folder/out.json: no file can be written in"),
+        (["--json", "."], "--json .: that is a folder. Name a file in it, such as results.json."),
+        (["--port", "70000"], "--port 70000: a port is between 1 and 65535."),
+        (["--model", "bert"], "--model bert: the lab has gpt and resnet."),
+        (["--workers", "many"], "--workers"),
+        (["--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_mistakes(here, command, arguments, words):
+    ended = here(command, *arguments)
+    assert ended.code == 2
+    assert words in ended.err
+    assert "Traceback" not in ended.err
+    assert ended.out == ""
+
+
+def test_a_port_in_use(here):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ended = here("train", "--port", str(taken.getsockname()[1]))
+    assert ended.code == 2
+    assert "workers cannot meet there" in ended.err
+
+
+def test_torchrun_decides_the_number_of_workers(here, monkeypatch):
+    place = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    ended = here("train", "--workers", "2")
+    assert ended.code == 2
+    assert "--workers 2: torchrun has already started 3. Leave out --workers" in ended.err
+    monkeypatch.setenv("RANK", "1")
+    assert here("train", "--workers", "2").err == ""  # worker 0 has said it
+
+
+def test_version(here):
+    ended = here("--version")
+    assert (ended.code, ended.out) == (0, f"laconic {laconic.__version__}\n")
+
+
+def test_help_names_the_commands(here):
+    ended = here("--help")
+    assert ended.code == 0
+    assert "train" in ended.out
+    assert "compare" in ended.out
+
+
+def test_the_library_itself_needs_neither_typer_nor_rich_and_prints_nothing(outside):
+    code = "import sys, laconic; sys.exit(bool({'typer', 'rich', 'laconic.cli', 'laconic.lab'} & set(sys.modules)))"
+    ended = outside("-W", "error", "-c", code)
+    assert (ended.code, ended.out, ended.err) == (0, "", "")

@@ -1,0 +1,82 @@
+"""The closing table and the JSON."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from laconic.cli.results import check_writable, closing_table, human_bytes, times_fewer, write_json
+from laconic.lab.settings import LabError
+from laconic.lab.training import Outcome
+
+DDP = Outcome(
+    plan="ddp()",
+    model="gpt",
+    parameters=819_200,
+    workers=4,
+    steps=192,
+    seconds=34.9,
+    talking_seconds=5.5,
+    tokens_per_s=11_260.8,
+    sent_bytes=629_145_600,
+    wire_bytes=943_718_400,
+    loss_start=4.931,
+    loss_final=1.891,
+)
+LOCAL = replace(DDP, plan="post_local_sgd(period=16)", sent_bytes=39_321_600)
+
+
+def shown(outcomes: list[Outcome], width: int) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(closing_table(outcomes))
+    return console.export_text()
+
+
+def test_the_table_fits_eighty_columns():
+    text = shown([DDP, LOCAL], width=80)
+    assert "gpt, 819,200 parameters, 4 workers, 192 steps" in text
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if "->" in line}
+    assert rows["ddp()"] == ["4.931", "->", "1.891", "629", "MB", "1.0x", "34.9"]
+    assert rows["post_local_sgd(period=16)"] == ["4.931", "->", "1.891", "39.3", "MB", "16.0x", "34.9"]
+
+
+def test_a_long_plan_is_folded_and_not_cut():
+    plan = "Plan(codec=" + "ErrorFeedback(" * 8 + "LowRank(rank=4)" + ")" * 9
+    assert "LowRank(rank=4)" in shown([replace(DDP, plan=plan)], width=80).replace("\n", "").replace(" ", "")
+
+
+def test_a_plan_with_brackets_is_not_taken_for_markup():
+    assert "f[bold]" in shown([replace(DDP, plan="f[bold]")], width=80)
+
+
+def test_units():
+    assert human_bytes(0) == "0 B"
+    assert human_bytes(1500) == "1.5 kB"
+    assert human_bytes(999_999) == "1 MB"
+    assert human_bytes(2.5e15) == "2.5e+03 TB"
+    assert times_fewer(10, 0) == "-"
+
+
+def test_json_replaces_an_old_file_and_has_no_nan(tmp_path):
+    path = tmp_path / "out.json"
+    path.write_text("old")
+    write_json(path, [replace(DDP, loss_final=float("nan"))])
+    [row] = json.loads(path.read_text())
+    assert row["loss_final"] is None
+    assert row["plan"] == "ddp()"
+
+
+def test_trying_a_path_leaves_nothing_and_touches_nothing(tmp_path):
+    path = tmp_path / "out.json"
+    path.write_text("old")
+    check_writable(path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_in_place_of_the_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LabError, match=r"--json .*: no file can be written in .*file"):
+        check_writable(tmp_path / "file" / "out.json")
