@@ -9,7 +9,7 @@ was heard (`outer`), and with whom. `attach` puts it on a model and an optimizer
 """
 
 from laconic.attach import Talk, attach
-from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
 from laconic.cost import sent_bytes
 from laconic.ledger import Ledger
 from laconic.outer import Adopt
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Adopt",
+    "Batched",
     "ByShape",
     "Cast",
     "Codec",

@@ -43,6 +43,15 @@ class LossScaling:
         if not self._native:
             delattr(self.optimizer, _FLAG)
 
+    def __enter__(self) -> LossScaling:
+        return self.attach()
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+        for name in ("found_inf", "grad_scale"):
+            if name in vars(self.optimizer):
+                delattr(self.optimizer, name)
+
     def unscale(self) -> None:
         """Divide the gradients by the loss scale, if that is still to be done, so that workers speak of one thing."""
         scale = getattr(self.optimizer, "grad_scale", None)

@@ -1,9 +1,10 @@
 """How it is said: codecs, each one small frozen value."""
 
+from laconic.codecs.batched import Batched
 from laconic.codecs.by_shape import ByShape
 from laconic.codecs.codec import Codec
 from laconic.codecs.exact import Cast, Exact
 from laconic.codecs.feedback import ErrorFeedback
 from laconic.codecs.low_rank import LowRank
 
-__all__ = ["ByShape", "Cast", "Codec", "ErrorFeedback", "Exact", "LowRank"]
+__all__ = ["Batched", "ByShape", "Cast", "Codec", "ErrorFeedback", "Exact", "LowRank"]

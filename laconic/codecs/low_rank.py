@@ -59,7 +59,8 @@ class LowRank:
         if len(shape) < 2 or shape.numel() == 0:
             return False
         rows, columns = shape[0], shape[1:].numel()
-        return self.rank * (rows + columns) * self.min_compression < rows * columns
+        rank = min(self.rank, rows, columns)
+        return rank * (rows + columns) * self.min_compression < rows * columns
 
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
         """Average the matrices' low-rank parts."""
@@ -87,6 +88,7 @@ class LowRank:
         ok = all_finite(q)
         if self.warm_start:
             known.update(_usable(q, before, ok))
+            state.setdefault("p", {}).update(_usable(p, {name: torch.zeros_like(x) for name, x in p.items()}, ok))
         return _pairs(p, q), _pairs(p, own_q), ok
 
     def _one_factor(self, matrices: dict[str, Tensor], state: State) -> _Turn:

@@ -196,7 +196,7 @@ class Conductor:
         running.round += 1
         running.request = request
         running.launched_s = time.perf_counter()
-        running.answering = self._answer(request)
+        running.answering = self.answer(request)
         running.work = None
         with contextlib.suppress(StopIteration):
             running.work = next(running.answering)
@@ -217,7 +217,7 @@ class Conductor:
             seconds=time.perf_counter() - running.launched_s,
         )
 
-    def _answer(self, request: Request) -> Generator[Any, None, Tensor]:
+    def answer(self, request: Request) -> Generator[Any, None, Tensor]:
         """Launch the collectives that answer `request`, one after the other, and return the answer."""
         if self.workers == 1:
             return request.x

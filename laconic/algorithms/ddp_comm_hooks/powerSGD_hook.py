@@ -1,0 +1,393 @@
+"""PowerSGD as a DDP communication hook. The twin of torch's module of this name.
+
+The same names, arguments and defaults as torch's, on laconic's engine. What is different, each with a test in
+`tests/algorithms`:
+
+- The residual is what *this* worker's factors failed to say, not its distance from the mean, so it stays bounded
+  (`feedback="mean"` restores torch's rule).
+- Collectives start in one order on every worker; several buckets on gloo are safe, and so is DDP's own traffic.
+- Zero, rank-deficient, tiny and huge gradients stay finite, at every rank; `orthogonalization_epsilon` is not needed.
+- A step with NaN or Inf leaves the state as it was.
+- State belongs to parameters, not to buckets; it survives new bucket layouts, and resuming is bit-exact.
+- Factors and residuals are fp32 for fp16 and bf16 gradients.
+- Settings, parameters and seeds that differ between workers are named at the first step.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from laconic.agreement import agree, parameter_facts
+from laconic.algorithms.ddp_comm_hooks.conversion import Conversion
+from laconic.algorithms.ddp_comm_hooks.hooking import Engine, group_or_world
+from laconic.codecs import Batched, ByShape, Codec, ErrorFeedback, Exact, LowRank
+from laconic.codecs.batched import name_of, side_of
+from laconic.codecs.codec import wide_dtype
+from laconic.torch_pickle import PickledState
+from laconic.wires.wire import Exchange, State
+
+__all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Linked:
+    """Holds what is never saved, compared or copied: the link to the engine."""
+
+    __slots__ = ("__weakref__", "_converted", "_engine", "_saved_layout", "feedback")
+
+
+class PowerSGDState(_Linked):
+    """Settings and memory of PowerSGD for one DDP model.
+
+    Args:
+        process_group: The workers that average; None for all.
+        matrix_approximation_rank: The rank of the factors. Begin with 1, and double it while quality gains.
+        start_powerSGD_iter: Iterations of plain averaging before compression begins. It must exceed 1 with error
+            feedback or warm start, as torch's must; a tenth of the training is a good choice.
+        min_compression_rate: A matrix that would not shrink this many times travels as it is.
+        use_error_feedback: Whether what one step could not say is added to the next. Keep it on.
+        warm_start: Whether a step begins from the factors of the last. Keep it on.
+        orthogonalization_epsilon: Accepted for torch's sake and not needed: factors are orthonormal whatever the
+            gradients hold, and nothing is attenuated.
+        random_seed: Where the first factors come from; the same on every worker.
+        compression_stats_logging_frequency: Iterations between log lines of the compression so far.
+        batch_tensors_with_same_shape: How first factors are drawn; equal shapes are batched in any case.
+        feedback: "own" subtracts what this worker itself said, the paper's Algorithm 2. "mean" subtracts what all
+            said together, torch's rule: the residual then grows as long as workers see different data.
+
+    `error_dict`, `p_memory_dict` and `q_memory_dict` hold a tensor for each parameter, by its place counted from the
+    model's last: `state.error_dict["parameter[-1]"]`.
+
+    >>> state = PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=100)
+    >>> ddp_model.register_comm_hook(state, powerSGD_hook)  # doctest: +SKIP
+    """
+
+    __slots__ = [  # noqa: RUF023 - torch's order
+        "process_group",
+        "matrix_approximation_rank",
+        "start_powerSGD_iter",
+        "min_compression_rate",
+        "orthogonalization_epsilon",
+        "use_error_feedback",
+        "warm_start",
+        "batch_tensors_with_same_shape",
+        "rng",
+        "error_dict",
+        "p_memory_dict",
+        "q_memory_dict",
+        "iter",
+        "total_numel_before_compression",
+        "total_numel_after_compression",
+        "compression_stats_logging_frequency",
+        "next_stats_report",
+    ]
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+        *,
+        feedback: Literal["own", "mean"] = "own",
+    ) -> None:
+        if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
+            raise ValueError(  # torch's words: programs and tests match them
+                "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, "
+                "because PowerSGD can only be applied after the first two iterations in DDP."
+            )
+        LowRank(matrix_approximation_rank, min_compression_rate)  # refuses what makes no sense
+        ErrorFeedback(Exact(), subtract=feedback)
+        self.process_group = process_group
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        self.rng = np.random.RandomState(random_seed)
+        self.error_dict: dict[str, Tensor] = {}
+        self.p_memory_dict: dict[str, Tensor] = {}
+        self.q_memory_dict: dict[str, Tensor] = {}
+        self.iter = 0
+        self.total_numel_before_compression = 0
+        self.total_numel_after_compression = 0
+        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
+        self.next_stats_report = 0
+        self.feedback = feedback
+        self._engine: Engine | None = None
+        self._saved_layout: list[list[str]] = []
+        self._converted: Conversion | None = None
+        logger.info("PowerSGD: %s", {slot: getattr(self, slot) for slot in _SETTINGS})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the process group out, for it means nothing elsewhere. `state_dict` needs no pickle."""
+        logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
+        kept = {slot: getattr(self, slot) for slot in self.__slots__ if slot != "process_group"}
+        return {**kept, "feedback": self.feedback, "_saved_layout": self._layout()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a saved state, with the default process group."""
+        logger.warning(  # torch's words, spaces included: programs and tests match them
+            "NOTE: Process group will be set to a default group (i.e. the world size).\
+                If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
+        )
+        self.process_group = dist.group.WORLD
+        self.feedback, self._saved_layout, self._engine, self._converted = "own", [], None, None
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PowerSGDState":
+        """Copy settings and memory; the process group is shared."""
+        copy = PowerSGDState.__new__(PowerSGDState)
+        copy.process_group, copy._engine, copy._converted = self.process_group, None, self._converted
+        copy.feedback = self.feedback
+        copy.rng = np.random.RandomState()
+        copy.load_state_dict(self.state_dict(), _strict=False)
+        return copy
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this worker must save: tensors and plain values only, for `torch.load(weights_only=True)`.
+
+        Each worker saves its own: residuals differ.
+        """
+        _, keys, position, has_gauss, gauss = self.rng.get_state(legacy=True)
+        rng = {
+            "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64).copy()),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(gauss),
+        }
+        memory = {slot: {n: t.clone() for n, t in getattr(self, slot).items()} for slot in _MEMORY}
+        counts = {slot: getattr(self, slot) for slot in (*_SETTINGS, *_COUNTERS)}
+        return {**counts, **memory, "feedback": self.feedback, "rng": rng, "layout": self._layout()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, _strict: bool = True) -> None:
+        """Go on where `state_dict` was taken. Settings that shape the memory must be the same."""
+        for slot in _SHAPING if _strict else ():
+            if state_dict[slot] != getattr(self, slot):
+                raise ValueError(
+                    f"this PowerSGD state was saved with {slot}={state_dict[slot]} and the state that loads it has "
+                    f"{slot}={getattr(self, slot)}. Make the state with the saved value, or start without its memory."
+                )
+        for slot in (*_SETTINGS, *_COUNTERS):
+            setattr(self, slot, state_dict[slot])
+        for slot in _MEMORY:
+            setattr(self, slot, {name: t.clone() for name, t in state_dict[slot].items()})
+        self.feedback = state_dict["feedback"]
+        rng = state_dict["rng"]
+        keys = rng["keys"].numpy().astype(np.uint32)
+        self.rng.set_state(("MT19937", keys, rng["position"], rng["has_gauss"], rng["gauss"]))
+        self._saved_layout = [list(names) for names in state_dict["layout"]]
+        self._engine = None
+
+    @classmethod
+    def from_torch(
+        cls,
+        pickled: PickledState,
+        process_group: dist.ProcessGroup | None = None,
+        feedback: Literal["own", "mean"] = "own",
+    ) -> "PowerSGDState":
+        """Make a state of one that torch's `PowerSGDState` pickled, read by `laconic.torch_pickle` without running it.
+
+        torch's memory belongs to buckets. It is taken over at the first backward whose buckets have the saved sizes,
+        which is the second one, when DDP has laid them out anew; iterations before it average exactly. If the sizes
+        never match, the memory is dropped with a warning, and settings, counters and random state remain.
+        """
+        state = cls.__new__(cls)
+        state.process_group, state.feedback = process_group, feedback
+        for slot in (*_SETTINGS, *_COUNTERS):
+            setattr(state, slot, getattr(pickled, slot))
+        state.error_dict, state.p_memory_dict, state.q_memory_dict = {}, {}, {}
+        state.rng = np.random.RandomState()
+        state.rng.set_state(pickled.rng.for_numpy())
+        state._engine, state._saved_layout, state._converted = None, [], Conversion(pickled)
+        return state
+
+    def maybe_increase_iter(self, bucket: GradBucket) -> None:
+        """Count an iteration when its last bucket comes."""
+        if bucket.is_last():
+            self.iter += 1
+            if self.iter == self.start_powerSGD_iter:
+                logger.info("PowerSGD compresses from now on, after %s iterations.", self.iter)
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """Return the rate of compression so far, and the numbers of elements before and after it.
+
+        >>> PowerSGDState(process_group=None).compression_stats()
+        (0, 0, 0)
+        """
+        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        return (before / after if after > 0 else 0, before, after)
+
+    def _layout(self) -> list[list[str]]:
+        return self._saved_layout if self._engine is None else self._engine.stream.layout or self._saved_layout
+
+    def _linked(self) -> Engine:
+        """Return the link to the engine, made at the first bucket."""
+        engine = self._engine
+        if engine is None or engine.group is not group_or_world(self.process_group):
+            engine = self._engine = Engine(self.process_group)
+            engine.stream.repeat(self._saved_layout)
+        return engine
+
+
+_SETTINGS = (
+    "matrix_approximation_rank",
+    "start_powerSGD_iter",
+    "min_compression_rate",
+    "use_error_feedback",
+    "warm_start",
+    "orthogonalization_epsilon",
+    "compression_stats_logging_frequency",
+    "batch_tensors_with_same_shape",
+)
+_SHAPING = ("matrix_approximation_rank", "min_compression_rate", "use_error_feedback", "warm_start")
+_COUNTERS = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
+_MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")
+
+
+def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
+    """Average gradients layer by layer, each matrix as two thin factors, in two all-reduces (arXiv:1905.13727).
+
+    Vectors and matrices that would not shrink enough travel in the first of the two.
+
+    >>> ddp_model.register_comm_hook(state, powerSGD_hook)  # doctest: +SKIP
+    """
+    return _average(state, bucket, batched=False)
+
+
+def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
+    """Average each bucket as one square matrix: fewer operations, but much less is kept at the same rank.
+
+    Rows and columns of the square mean nothing, so prefer `powerSGD_hook` unless rank 1 serves.
+
+    >>> ddp_model.register_comm_hook(state, batched_powerSGD_hook)  # doctest: +SKIP
+    """
+    return _average(state, bucket, batched=True)
+
+
+def _average(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[Tensor]:
+    engine = state._linked()
+    tensors = engine.named(bucket)
+    if engine.first_backward:
+        _agree(state, engine, bucket, tensors, batched)
+    plain = state.iter < state.start_powerSGD_iter
+    if not plain and state._converted is not None:
+        plain = True  # torch's memory is still to be fitted to buckets
+        if state._converted.fit(tensors, bucket.is_last(), state):
+            state._converted = None
+    if not plain:
+        _count(state, bucket, tensors, batched)
+
+    def begin(some: Mapping[str, Tensor]) -> Exchange:
+        return Exact().average(some, {}, reuse=True) if plain else _compressed(state, some, batched)
+
+    future = engine.stream.take(tensors, bucket.buffer(), bucket.is_last(), begin)
+    engine.first_backward = engine.first_backward and not bucket.is_last()
+    state.maybe_increase_iter(bucket)
+    return future
+
+
+def _compressed(state: PowerSGDState, tensors: Mapping[str, Tensor], batched: bool) -> Exchange:
+    """Begin the exchange of one bucket, over the state's own dictionaries."""
+    low_rank = low_rank_of(state, batched)
+    memory: State = {"p": state.p_memory_dict, "q": state.q_memory_dict} if state.warm_start else {"p": {}, "q": {}}
+    _draw(state, low_rank, tensors, memory["q"], batched)
+    codec: Codec = Batched(low_rank) if batched else ByShape(low_rank)
+    nest: State = memory if batched else {"codec": memory}
+    if state.use_error_feedback and state.feedback == "own" and not batched:
+        codec = ByShape(ErrorFeedback(low_rank))  # what travels exactly owes nothing
+        nest = {"codec": {"residual": state.error_dict, "inner": memory}}
+    elif state.use_error_feedback:
+        codec = ErrorFeedback(codec, subtract=state.feedback)
+        nest = {"residual": state.error_dict, "inner": nest}
+    return codec.average(tensors, nest, reuse=True)
+
+
+def low_rank_of(state: PowerSGDState, batched: bool = False) -> LowRank:
+    """Return the engine's codec for the settings of `state`."""
+    return LowRank(state.matrix_approximation_rank, 0 if batched else state.min_compression_rate)
+
+
+def _draw(
+    state: PowerSGDState, low_rank: LowRank, tensors: Mapping[str, Tensor], q: dict[str, Tensor], batched: bool
+) -> None:
+    """Fill in first factors where there are none, from the numbers that torch would draw."""
+    dtype = wide_dtype(next(iter(tensors.values())).dtype)
+    if batched:
+        side = side_of(sum(t.numel() for t in tensors.values()))
+        shapes = {name_of(tensors): (side, side)} if side else {}
+    else:
+        accepted = {name: t.shape for name, t in tensors.items() if low_rank.accepts(t.shape)}
+        shapes = {name: (shape[0], shape[1:].numel()) for name, shape in accepted.items()}
+    first = state.iter == state.start_powerSGD_iter
+    if not (state.warm_start and all(name in q for name in shapes) and (shapes or not first)):
+        seed = int(state.rng.randint(1_000_000_000))
+        drawn = _factors(shapes, low_rank.rank, seed, dtype, state.batch_tensors_with_same_shape)
+        device = next(iter(tensors.values())).device
+        q.update({name: x.to(device) for name, x in drawn.items() if name not in q})
+
+
+def _factors(
+    shapes: Mapping[str, tuple[int, int]], rank: int, seed: int, dtype: torch.dtype, together: bool
+) -> dict[str, Tensor]:
+    """Draw [columns, rank] for each matrix, by groups of one shape, in torch's order."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn: dict[str, Tensor] = {}
+    for shape in dict.fromkeys(shapes.values()):
+        names = [name for name in shapes if shapes[name] == shape]
+        size = (shape[1], min(rank, *shape))
+        if together:
+            drawn.update(zip(names, torch.randn(len(names), *size, generator=generator, dtype=dtype), strict=True))
+        else:
+            drawn.update({name: torch.randn(1, *size, generator=generator, dtype=dtype)[0] for name in names})
+    return drawn
+
+
+def _count(state: PowerSGDState, bucket: GradBucket, tensors: Mapping[str, Tensor], batched: bool) -> None:
+    """Keep the compression statistics, in elements, as torch does. The ledger counts bytes."""
+    low_rank = low_rank_of(state, batched)
+    for t in tensors.values():
+        state.total_numel_before_compression += t.numel()
+        if not batched:
+            rows, columns = (t.shape[0], t.shape[1:].numel()) if low_rank.accepts(t.shape) else (0, 0)
+            rank = min(low_rank.rank, rows, columns)
+            state.total_numel_after_compression += rank * (rows + columns) or t.numel()
+    if batched:
+        side = side_of(sum(t.numel() for t in tensors.values()))
+        state.total_numel_after_compression += 2 * side * min(low_rank.rank, side)
+    if bucket.is_last() and state.iter >= state.next_stats_report:
+        rate, before, after = state.compression_stats()
+        logger.info("PowerSGD at iteration %s: %s elements became %s, rate %s", state.iter, before, after, rate)
+        state.next_stats_report = state.iter + state.compression_stats_logging_frequency
+
+
+def _agree(
+    state: PowerSGDState, engine: Engine, bucket: GradBucket, tensors: Mapping[str, Tensor], batched: bool
+) -> None:
+    facts: dict[str, object] = {}
+    if bucket.index() == 0:
+        facts = {slot: getattr(state, slot) for slot in (*_SETTINGS, "iter")}
+        facts["feedback"] = state.feedback
+        facts["hook"] = "batched_powerSGD_hook" if batched else "powerSGD_hook"
+        facts["random_seed (the random state it makes)"] = int(
+            np.asarray(tuple(state.rng.get_state(legacy=True))[1]).sum()
+        )
+    facts |= parameter_facts(tensors.items())
+    agree(engine.conductor, "PowerSGD", facts)

@@ -1,0 +1,80 @@
+"""Eight bits a number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laconic.buckets import pack, unpack
+from laconic.text import as_code
+from laconic.wires.wire import Averaged, Exchange, Gather, State, Tensors, all_finite
+
+
+@dataclass(frozen=True, repr=False)
+class Quantized:
+    """Every number in 8 bits between the least and the greatest of its block, gathered and averaged in fp32.
+
+    A block is `block` numbers that lie side by side, or the whole bucket for None. Its two ends travel with it, in
+    the same message. Zero is always represented exactly. All-gather costs (workers − 1) messages: beyond 8 workers a
+    plain all-reduce in bf16 sends less.
+    """
+
+    block: int | None = 512
+
+    __repr__ = as_code
+
+    def __post_init__(self) -> None:
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"Quantized(block={self.block}): a block has at least 1 number. For one block, use None.")
+
+    def accepts(self, shape: torch.Size) -> bool:
+        """Accept every shape."""
+        return True
+
+    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+        """Average what every worker's 8 bits stand for."""
+        flat = pack(tensors)
+        if not flat.numel():
+            return Averaged({name: t.clone() for name, t in tensors.items()}, lambda: dict(tensors), _true)
+        message = self._encode(flat)
+        everyone = yield Gather(message)
+        parts = [self._decode(each, flat) for each in everyone]
+        mean = torch.stack(parts).mean(0)
+
+        def shaped(x: Tensor) -> dict[str, Tensor]:
+            return {name: t.to(tensors[name].dtype) for name, t in unpack(x, like=tensors).items()}
+
+        return Averaged(shaped(mean), lambda: shaped(self._decode(message, flat)), lambda: all_finite({"": mean}))
+
+    def _encode(self, flat: Tensor) -> Tensor:
+        """Write scale and zero point of each block, then the bytes, as one uint8 message."""
+        rows = self._rows(flat.float())  # [blocks, block]
+        low = rows.amin(1).clamp(max=0.0)
+        high = rows.amax(1).clamp(min=0.0)
+        scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).tiny)
+        zero = (-low / scale).round()
+        codes = (rows / scale[:, None] + zero[:, None]).round().clamp(0, 255).to(torch.uint8)
+        ends = torch.stack([scale, zero]).view(torch.uint8)
+        return torch.cat([ends.reshape(-1), codes.reshape(-1)])
+
+    def _decode(self, message: Tensor, like: Tensor) -> Tensor:
+        blocks = self._blocks(like.numel())
+        ends = message[: 8 * blocks].clone().view(torch.float32).view(2, blocks)
+        codes = message[8 * blocks :].view(blocks, -1)
+        return ((codes.float() - ends[1][:, None]) * ends[0][:, None]).reshape(-1)[: like.numel()]
+
+    def _rows(self, flat: Tensor) -> Tensor:
+        blocks = self._blocks(flat.numel())
+        width = flat.numel() if self.block is None else self.block
+        padded = flat.new_zeros(blocks * width)
+        padded[: flat.numel()] = flat
+        return padded.view(blocks, width)
+
+    def _blocks(self, numel: int) -> int:
+        return 1 if self.block is None else -(-numel // self.block)
+
+
+def _true() -> Tensor:
+    return torch.tensor(True)
