@@ -13,7 +13,7 @@ from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, 
 from laconic.cost import sent_bytes
 from laconic.ledger import Ledger
 from laconic.outer import Adopt
-from laconic.plans import Plan, ddp, plan, post_local_sgd, power_sgd
+from laconic.plans import Plan, ddp, plan, plan_from_env, post_local_sgd, power_sgd
 from laconic.schedules import Every, PostLocal
 from laconic.text import PlanError
 
@@ -37,6 +37,7 @@ __all__ = [
     "attach",
     "ddp",
     "plan",
+    "plan_from_env",
     "post_local_sgd",
     "power_sgd",
     "sent_bytes",

@@ -20,6 +20,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from laconic.channel import channel_from_env
 from laconic.ledger import Ledger
 from laconic.plans import Plan
 from laconic.replica import Replica
@@ -69,10 +70,15 @@ class Talk:
         self.plan = plan
         self.step = 0
         """Optimizer steps since `attach`."""
-        self.ledger = Ledger() if ledger is None else ledger
-        self._ddp = _find_ddp(model)
-        conductor = Conductor(_group(self._ddp, group), self.ledger)
-        self._replica = Replica(self._ddp.module if self._ddp else model, conductor)
+        self._channel = channel_from_env()
+        if ledger is None:
+            ledger = Ledger() if self._channel is None else self._channel.ledger
+        self.ledger = ledger
+        ddp = _find_ddp(model)
+        # Weakly: DDP holds its hook and so this talk, and a cycle through C++ would never be collected.
+        self._ddp_if_any = None if ddp is None else weakref.ref(ddp)
+        conductor = Conductor(_group(ddp, group), self.ledger)
+        self._replica = Replica(ddp.module if ddp else model, conductor)
         self._gradients_ready = False
         self._scalings = [LossScaling(each) for each in optimizers]
         self._handles: list[_Handle] = [
@@ -85,6 +91,13 @@ class Talk:
         else:
             _dispatcher(self._ddp).talk = self
         self._prepare()
+        if self._channel is not None:
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            self._channel.start(repr(plan), ledger, _group(self._ddp, group), trained)
+
+    @property
+    def _ddp(self) -> DistributedDataParallel | None:
+        return None if self._ddp_if_any is None else self._ddp_if_any()
 
     @property
     def workers(self) -> int:
@@ -115,6 +128,14 @@ class Talk:
             self.average_gradients()
         self._finish_step()
 
+    def report(self, *, loss: float | Tensor, tokens: int = 0) -> bool:
+        """Tell `laconic compare`, if it runs this training, the loss of a step; returns whether it has seen enough.
+
+        Call it after each step, or each few, on every worker. `tokens` are what the step learned from on this worker.
+        Run by anything else, it does nothing and is False.
+        """
+        return self._channel is not None and self._channel.report(self.step, loss, tokens)
+
     def change(self, plan: Plan) -> None:
         """Go on with another plan from the next step. Every worker calls it after the same step.
 
@@ -139,6 +160,9 @@ class Talk:
             _dispatcher(self._ddp).talk = None
             _dispatcher(self._ddp).let_talk(self._ddp, True)
         self._replica.conductor.close()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker must save besides model and optimizer. Each worker saves its own."""

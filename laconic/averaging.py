@@ -36,9 +36,10 @@ def written(exchange: Exchange, into: Mapping[str, Tensor]) -> Exchange:
 
 def write(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Copy values over tensors of the same names, unless they are there already."""
-    for name, t in into.items():
-        if not same_memory(t, values[name]):
-            t.detach().copy_(values[name])
+    moved = [name for name, t in into.items() if t is not values[name] and not same_memory(t, values[name])]
+    if moved:
+        with torch.no_grad():
+            torch._foreach_copy_([into[name] for name in moved], [values[name] for name in moved])
 
 
 def run_all(conductor: Conductor, exchanges: Iterable[Exchange], phase: str) -> None:

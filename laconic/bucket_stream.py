@@ -12,26 +12,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
-from torch.futures import Future, collect_all
+from torch.futures import Future
 
 from laconic.averaging import written
-from laconic.wires.group import Conductor
+from laconic.wires.group import Conductor, new_future
 from laconic.wires.wire import Exchange
 
 Begin = Callable[[Mapping[str, Tensor]], Exchange]
 
+TOGETHER_BYTES = 512 << 20
+"""On CUDA, buckets are averaged together until they hold this much: launches cost more there than bytes."""
+
 
 @dataclass(eq=False)
 class BucketStream:
-    """Submits one exchange a bucket, in order."""
+    """Submits exchanges for buckets, in order: one each, or one for several on CUDA."""
 
     conductor: Conductor
     layout: list[list[str]] = field(default_factory=list)
-    """Names by bucket, as of the last backward."""
+    """Names by exchange, as of the last backward."""
     phase: str = "gradient"
     _coming: list[list[str]] = field(default_factory=list)
     _repeat: list[list[str]] | None = None
-    _held: list[tuple[dict[str, Tensor], Tensor, Future[Tensor]]] = field(default_factory=list)
+    _held: list[_Bucket] = field(default_factory=list)
 
     def repeat(self, layout: Sequence[Sequence[str]]) -> None:
         """Average the next backward in this layout, whatever DDP's is."""
@@ -39,38 +42,35 @@ class BucketStream:
 
     def take(self, tensors: dict[str, Tensor], flat: Tensor, last: bool, begin: Begin) -> Future[Tensor]:
         """Average one bucket; the future's value is `flat` with the means in it."""
-        self._coming.append(list(tensors))
-        if self._repeat is None:
-            future = self.conductor.submit(written(begin(tensors), tensors), self.phase, flat)
-        else:
-            future = Future()
-            self._held.append((tensors, flat, future))
+        bucket = _Bucket(tensors, flat, new_future(flat))
+        self._held.append(bucket)
+        if last or (self._repeat is None and self._enough()):
+            self._release(begin, last)
         if last:
-            self._end_backward(begin)
+            self.layout, self._coming, self._repeat = self._coming, [], None
             self.conductor.flush()
-        return future
+        return bucket.future
 
-    def _end_backward(self, begin: Begin) -> None:
-        if self._repeat is not None:
-            self._release(self._repeat, begin)
-        self.layout, self._coming, self._repeat, self._held = self._coming, [], None, []
+    def _enough(self) -> bool:
+        last = self._held[-1].flat
+        return not last.is_cuda or sum(b.flat.numel() * b.flat.element_size() for b in self._held) >= TOGETHER_BYTES
 
-    def _release(self, layout: list[list[str]], begin: Begin) -> None:
-        held = self._held
-        tensors = {name: t for bucket, _, _ in held for name, t in bucket.items()}
-        if sorted(tensors) != sorted(name for names in layout for name in names):
-            layout = self._coming  # another model than the saved one: its own layout then
-        else:
-            self._coming = layout
+    def _release(self, begin: Begin, last: bool) -> None:
+        held, self._held = self._held, []
+        tensors = {name: t for bucket in held for name, t in bucket.tensors.items()}
+        layout = [list(tensors)]
+        if self._repeat is not None and sorted(tensors) == sorted(name for names in self._repeat for name in names):
+            layout = self._repeat
+        elif self._repeat is not None:  # another model than the saved one: its own layout then
+            layout = [list(bucket.tensors) for bucket in held]
+        self._coming += layout
         buckets = [{name: tensors[name] for name in names} for names in layout]
-        futures = [self.conductor.submit(written(begin(bucket), bucket), self.phase, held[0][1]) for bucket in buckets]
+        exchanges = [written(begin(bucket), bucket) for bucket in buckets]
+        self.conductor.submit_all(exchanges, self.phase, [b.flat for b in held], [b.future for b in held])
 
-        def resolve(done: Future[list[Future[Tensor]]]) -> None:
-            for _, flat, future in held:
-                try:
-                    done.value()
-                    future.set_result(flat)
-                except Exception as error:
-                    future.set_exception(error)  # type: ignore[arg-type]
 
-        collect_all(futures).then(resolve)
+@dataclass(frozen=True, eq=False)
+class _Bucket:
+    tensors: dict[str, Tensor]
+    flat: Tensor
+    future: Future[Tensor]

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from laconic.wires.wire import Tensors
 
@@ -35,7 +36,10 @@ def pack(tensors: Tensors, *, alias: bool = False) -> Tensor:
             return whole
     if not values:
         return torch.empty(0)
-    return torch.cat([t.reshape(-1) for t in values])
+    if len(values) == 1:
+        return values[0].reshape(-1).clone()
+    flat: Tensor = _flatten_dense_tensors(values)
+    return flat
 
 
 def unpack(flat: Tensor, like: Tensors) -> dict[str, Tensor]:
@@ -44,8 +48,7 @@ def unpack(flat: Tensor, like: Tensors) -> dict[str, Tensor]:
     >>> unpack(torch.arange(4), like={"a": torch.ones(2), "b": torch.zeros(1, 2)})
     {'a': tensor([0, 1]), 'b': tensor([[2, 3]])}
     """
-    pieces = flat.split([t.numel() for t in like.values()])
-    return {name: piece.view(t.shape) for (name, t), piece in zip(like.items(), pieces, strict=True)}
+    return dict(zip(like, _unflatten_dense_tensors(flat, list(like.values())), strict=True))
 
 
 def side_by_side(values: Iterable[Tensor]) -> Tensor | None:
@@ -66,7 +69,8 @@ def side_by_side(values: Iterable[Tensor]) -> Tensor | None:
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Tell whether two tensors are the very same elements."""
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
+    alike = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    return alike and a.data_ptr() == b.data_ptr()
 
 
 def in_buckets(tensors: Mapping[str, Tensor], cap_bytes: int = 25 << 20) -> list[list[str]]:
@@ -88,3 +92,14 @@ def in_buckets(tensors: Mapping[str, Tensor], cap_bytes: int = 25 << 20) -> list
         names.append(name)
         open_[t.dtype, t.device] = (names, filled + size)
     return buckets
+
+
+def as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """See a gradient of a DDP bucket with its parameter's strides.
+
+    DDP writes gradients in their parameters' memory layout, but shows a hook every one as if it were row-major: of a
+    transposed or channels_last parameter that is another matrix.
+    """
+    if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+        return gradient  # DDP keeps permutations of row-major strides, and only those
+    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())

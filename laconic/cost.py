@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from laconic.buckets import in_buckets
 from laconic.codecs import ByShape, Codec
+from laconic.codecs.codec import wide_dtype
 from laconic.ledger import Ledger
 from laconic.plans import Plan
 from laconic.wires.dry import dry
@@ -32,7 +33,11 @@ def sent_bytes(
     >>> sent_bytes(ddp(), {"weight": (512, 512)}), sent_bytes(power_sgd(rank=4), {"weight": (512, 512)})
     (1048576.0, 8192.0)
     """
+    if workers < 1 or workers != int(workers):
+        raise ValueError(f"sent_bytes(workers={workers!r}): workers must be a whole number of at least 1.")
     tensors = _meta(named_tensors)
+    if plan.needs_anchor:  # deltas are taken in fp32 at least
+        tensors = {name: t.to(wide_dtype(t.dtype)) for name, t in tensors.items()}
     ledger, state = Ledger(), State()
     start = plan.schedule.start
     cycle = 2 * plan.schedule.period  # two periods: alternating rounds come to both their turns

@@ -79,6 +79,8 @@ class Ledger:
     """
 
     def __init__(self, path: str | Path | None = None, keep: int = 10_000) -> None:
+        if keep < 0:
+            raise ValueError(f"Ledger(keep={keep}): the number of entries to keep must not be negative.")
         self.entries: deque[Entry] = deque(maxlen=keep)
         self.step = 0
         self._totals: dict[tuple[str, str, str], Totals] = {}
@@ -129,7 +131,10 @@ class Ledger:
 
     def totals(self, by: Column) -> dict[str, Totals]:
         """Sum up by operation, by level or by phase."""
-        column = ("op", "level", "phase").index(by)
+        columns = ("op", "level", "phase")
+        if by not in columns:
+            raise ValueError(f"totals(by={by!r}): entries are summed by {', '.join(columns)}.")
+        column = columns.index(by)
         result: dict[str, Totals] = {}
         with self._lock:
             for key, total in self._totals.items():

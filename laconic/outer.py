@@ -7,7 +7,7 @@ delta (anchor − weights: it acts as a gradient). The outer step turns them int
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from laconic.text import as_code
 from laconic.wires.wire import State, Tensors
 
 
+@runtime_checkable
 class Outer(Protocol):
     """The step that follows a round."""
 

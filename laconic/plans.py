@@ -8,6 +8,7 @@ frozen, compares and hashes, prints as the code that makes it, and parses back f
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from inspect import signature
@@ -32,6 +33,13 @@ class Plan:
     schedule: Schedule = field(default_factory=Every)
     codec: Codec = field(default_factory=Exact)
     outer: Outer = field(default_factory=Adopt)
+
+    def __post_init__(self) -> None:
+        wanted = {"schedule": (Schedule, "Every(8)"), "codec": (Codec, "Exact()"), "outer": (Outer, "Adopt()")}
+        for part, (kind, example) in wanted.items():
+            value = getattr(self, part)
+            if not isinstance(value, kind) or isinstance(value, type):
+                raise TypeError(f"Plan({part}={value!r}): {part} must be a {part}, such as {example}.")
 
     def at(self, step: int) -> tuple[Payload, Codec] | None:
         """Tell what is averaged at `step` and through which codec, or None for a step of silence."""
@@ -81,6 +89,8 @@ def power_sgd(
     >>> power_sgd(rank=1, rounds="two").codec
     ByShape(codec=ErrorFeedback(codec=LowRank(rank=1)))
     """
+    if not isinstance(feedback, bool):
+        raise ValueError(f"power_sgd(feedback={feedback!r}): feedback must be True or False.")
     codec: Codec = LowRank(rank, min_compression, rounds, warm_start, seed)
     return Plan(Every(1, start), ByShape(ErrorFeedback(codec) if feedback else codec))
 
@@ -145,6 +155,18 @@ def plan(text: str) -> Plan:
             "Write a method such as power_sgd(rank=4), or Plan(schedule=..., codec=...)."
         )
     return value
+
+
+def plan_from_env(default: Plan | None = None) -> Plan:
+    """Read the plan that `laconic compare --script` has left in LACONIC_PLAN, or give `default`, or `ddp()`.
+
+    >>> plan_from_env(default=power_sgd(rank=2))
+    power_sgd(rank=2)
+    """
+    text = os.environ.get("LACONIC_PLAN")
+    if text is None:
+        return ddp() if default is None else default
+    return plan(text)
 
 
 def _shown(method: Callable[..., Plan], given: dict[str, object]) -> dict[str, object]:

@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from laconic.averaging import mean_of, run_all, written
 from laconic.bucket_stream import BucketStream
-from laconic.buckets import in_buckets
+from laconic.buckets import as_laid_out, in_buckets
 from laconic.codecs import Codec, Exact
 from laconic.codecs.codec import wide_dtype
 from laconic.cost import routed
@@ -44,7 +44,7 @@ class Replica:
         self, codec: Codec, params: Sequence[Tensor], grads: Sequence[Tensor], flat: Tensor, last: bool
     ) -> Future[Tensor]:
         """Start to average one DDP bucket; the future's value is `flat`, with the means in it."""
-        tensors = {self.name_of[id(p)]: g for p, g in zip(params, grads, strict=True)}
+        tensors = {self.name_of[id(p)]: as_laid_out(g, p) for p, g in zip(params, grads, strict=True)}
 
         def begin(bucket: Mapping[str, Tensor]) -> Exchange:
             return self._routed(codec).average(bucket, self.state["gradient"], reuse=True)
@@ -125,7 +125,7 @@ class Replica:
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker must remember besides weights: codec states, the outer state, the anchor."""
-        return {"state": self.state, "anchor": self.anchor, "layout": self.stream.layout}
+        return {"state": _saved(self.state), "anchor": self.anchor, "layout": self.stream.layout}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
@@ -148,6 +148,13 @@ def clean(name: str) -> str:
 def _flags(here: Tensor) -> Exchange:
     mean = yield Mean(here)
     return Averaged({"flags": mean}, dict, lambda: torch.tensor(True))
+
+
+def _saved(nest: Any) -> Any:
+    """Leave out what begins with an underscore: caches that are made anew."""
+    if isinstance(nest, Mapping):
+        return {key: _saved(value) for key, value in nest.items() if not key.startswith("_")}
+    return nest
 
 
 def _copied(nest: Any, devices: Mapping[str, torch.device]) -> Any:

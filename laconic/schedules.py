@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from laconic.text import as_code
 
@@ -21,6 +21,7 @@ class Payload(StrEnum):
     WEIGHTS = "weights"
 
 
+@runtime_checkable
 class Schedule(Protocol):
     """When workers talk, and about what."""
 

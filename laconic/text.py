@@ -29,17 +29,22 @@ def call(name: str, given: Mapping[str, object]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
 
 
-def parse(text: str, names: Mapping[str, Callable[..., Any]]) -> Any:
+def parse(text: Any, names: Mapping[str, Callable[..., Any]]) -> Any:
     """Build the value that `text` describes: calls of `names` with constants, dicts and such calls inside.
 
     Nothing else is understood, and nothing is evaluated.
     """
+    if not isinstance(text, str):
+        raise PlanError(f"{text!r} is not text. A plan is written as a call, such as {_example(names)}.")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         reason = getattr(error, "msg", None) or "too deep"
         raise PlanError(f"{text!r} is not a plan: {reason}. Write a call, such as {_example(names)}.") from None
-    return _build(tree, text, names)
+    try:
+        return _build(tree, text, names)
+    except RecursionError:
+        raise PlanError(f"{text!r} is not a plan: too deep. Write a call, such as {_example(names)}.") from None
 
 
 def _build(node: ast.expr, text: str, names: Mapping[str, Callable[..., Any]]) -> Any:
@@ -49,7 +54,10 @@ def _build(node: ast.expr, text: str, names: Mapping[str, Callable[..., Any]]) -
         raise PlanError(f"{text!r}: {node.id} is written as a call: {node.id}().")
     if isinstance(node, ast.Dict) and all(key is not None for key in node.keys):
         keys = [_build(key, text, names) for key in node.keys if key is not None]
-        return dict(zip(keys, [_build(value, text, names) for value in node.values], strict=True))
+        try:
+            return dict(zip(keys, [_build(value, text, names) for value in node.values], strict=True))
+        except TypeError:
+            raise PlanError(f"{text!r}: the keys of a dict are numbers or quoted words.") from None
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, MemoryError, RecursionError):
@@ -71,6 +79,8 @@ def _build_call(node: ast.Call, text: str, names: Mapping[str, Callable[..., Any
     for keyword in node.keywords:
         if keyword.arg is None:
             raise PlanError(f"{text!r}: ** is not understood. Write each argument by its name.")
+        if keyword.arg in keywords:
+            raise PlanError(f"{text!r}: {keyword.arg} is given twice. Write each argument once.")
         keywords[keyword.arg] = _build(keyword.value, text, names)
     arguments = [_build(argument, text, names) for argument in node.args]
     try:

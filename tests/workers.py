@@ -25,7 +25,9 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "laconic", "tests.workers"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "laconic", "tests.workers"]
+)
 
 
 class WorkerError(AssertionError):

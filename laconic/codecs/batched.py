@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic.buckets import pack, unpack
-from laconic.codecs.codec import Codec
+from laconic.codecs.codec import Codec, check_codec
 from laconic.text import as_code
 from laconic.wires.wire import Averaged, Exchange, State, Tensors
 
@@ -27,6 +27,9 @@ class Batched:
 
     __repr__ = as_code
 
+    def __post_init__(self) -> None:
+        check_codec(f"Batched({self.codec!r})", self.codec)
+
     def accepts(self, shape: torch.Size) -> bool:
         """Accept every shape."""
         return True
@@ -40,7 +43,7 @@ class Batched:
         square = flat.new_zeros(side * side)
         square[: flat.numel()] = flat
         name = name_of(tensors)
-        end = yield from self.codec.average({name: square.view(side, side)}, state, reuse=True)
+        end = yield from self.codec.average({name: square.view(side, side)}, state, reuse=reuse)
 
         def cut(whole: Tensor) -> dict[str, Tensor]:
             return unpack(whole.reshape(-1)[: flat.numel()], like=tensors)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from laconic.codecs.codec import Codec
+from laconic.codecs.codec import Codec, check_codec
 from laconic.codecs.exact import Exact
 from laconic.text import as_code
 from laconic.wires.wire import Averaged, Exchange, Mean, Request, State, Tensors
@@ -27,6 +27,8 @@ class ByShape:
     __repr__ = as_code
 
     def __post_init__(self) -> None:
+        check_codec(f"ByShape({self.codec!r}, rest={self.rest!r})", self.codec)
+        check_codec(f"ByShape({self.codec!r}, rest={self.rest!r})", self.rest)
         if not self.rest.accepts(torch.Size([2])) or not self.rest.accepts(torch.Size([])):
             raise ValueError(
                 f"ByShape({self.codec}, rest={self.rest}): rest gets what the first codec declines, "
@@ -39,8 +41,7 @@ class ByShape:
 
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
         """Average each tensor through the codec for its shape."""
-        chosen = {name: t for name, t in tensors.items() if self.codec.accepts(t.shape)}
-        others = {name: t for name, t in tensors.items() if name not in chosen}
+        chosen, others = self._split(tensors)
         parts = [
             (self.codec.average(chosen, state.setdefault("codec", {}), reuse=reuse)) if chosen else None,
             (self.rest.average(others, state.setdefault("rest", {}), reuse=reuse)) if others else None,
@@ -55,6 +56,17 @@ class ByShape:
 
         mean = {name: t for end in ends for name, t in end.mean.items()}
         return Averaged({name: mean[name] for name in tensors}, own, finite)
+
+    def _split(self, tensors: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Choose the codec of each tensor; each shape is asked about once."""
+        accepted: dict[torch.Size, bool] = {}
+        chosen: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
+        for name, t in tensors.items():
+            if t.shape not in accepted:
+                accepted[t.shape] = self.codec.accepts(t.shape)
+            (chosen if accepted[t.shape] else others)[name] = t
+        return chosen, others
 
 
 def _together(exchanges: list[Exchange]) -> Generator[Request, Tensor, list[Averaged]]:
@@ -78,7 +90,18 @@ def _together(exchanges: list[Exchange]) -> Generator[Request, Tensor, list[Aver
             pieces = (yield Mean(flat)).split([requests[index].x.numel() for index in members])
             for index, piece in zip(members, pieces, strict=True):
                 answers[index] = piece.view(requests[index].x.shape)
+        _share_the_blame(answers)
     return [ends[index] for index in range(len(exchanges))]
+
+
+def _share_the_blame(answers: dict[int, Tensor | None]) -> None:
+    """Let NaN or Inf in one part's answer show in all: a step is void as a whole, and no part may keep its state."""
+    heard = [answer for answer in answers.values() if answer is not None and answer.is_floating_point()]
+    if len(heard) < 2:
+        return
+    blame = torch.stack([answer.sum(dtype=torch.float64) for answer in heard]).sum() * 0.0  # 0, or NaN
+    for answer in heard:
+        answer.add_(blame.to(answer.dtype))
 
 
 def _alike(requests: dict[int, Request]) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from laconic.wires.wire import Exchange, State, Tensors
 
 
+@runtime_checkable
 class Codec(Protocol):
     """How tensors are said to the other workers.
 
@@ -44,3 +45,9 @@ def keep_if(ok: Tensor, new: Tensor, old: Tensor) -> Tensor:
     if ok.device.type == "cpu":
         return new if bool(ok) else old
     return torch.where(ok, new, old)
+
+
+def check_codec(what: str, codec: object) -> None:
+    """Refuse what is no codec, where one is to be wrapped. `what` is the call as the user wrote it."""
+    if not isinstance(codec, Codec) or isinstance(codec, type):
+        raise TypeError(f"{what}: a codec is needed, such as Exact() or LowRank(rank=4), and {codec!r} is none.")

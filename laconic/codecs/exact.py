@@ -24,6 +24,10 @@ class Exact:
 
     __repr__ = as_code
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.wide, bool):
+            raise ValueError(f"Exact(wide={self.wide!r}): wide must be True or False.")
+
     def accepts(self, shape: torch.Size) -> bool:
         """Accept every shape."""
         return True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from laconic.codecs.codec import Codec, keep_if, wide_dtype
+from laconic.codecs.codec import Codec, check_codec, keep_if, wide_dtype
+from laconic.codecs.low_rank import LowRank
+from laconic.kernels.choose import fast_feedback
 from laconic.text import as_code
 from laconic.wires.wire import Exchange, State, Tensors
 
@@ -29,6 +31,12 @@ class ErrorFeedback:
     __repr__ = as_code
 
     def __post_init__(self) -> None:
+        check_codec(f"ErrorFeedback({self.codec!r})", self.codec)
+        if _has_feedback(self.codec):
+            raise ValueError(
+                f"ErrorFeedback({self.codec!r}): there is an ErrorFeedback inside already, and what is owed twice "
+                "grows without bound. Leave out one of the two."
+            )
         if self.subtract not in ("own", "mean"):
             raise ValueError(
                 f'ErrorFeedback(subtract={self.subtract!r}): it must be "own" (the paper\'s rule) or "mean" (torch\'s).'
@@ -41,6 +49,10 @@ class ErrorFeedback:
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
         """Average `tensors` plus what is owed, and keep what stays owed."""
         residual: dict[str, Tensor] = state.setdefault("residual", {})
+        if reuse and self.subtract == "own" and isinstance(self.codec, LowRank):
+            fast = fast_feedback(self.codec, tensors, residual, state.setdefault("inner", {}))
+            if fast is not None:
+                return (yield from fast)
         wanted = {name: _owed(t, residual.get(name)) for name, t in tensors.items()}
         sent = yield from self.codec.average(wanted, state.setdefault("inner", {}))
         said = sent.own() if self.subtract == "own" else sent.mean
@@ -51,6 +63,13 @@ class ErrorFeedback:
                 old = torch.zeros_like(want)
             residual[name] = keep_if(ok, want - said[name], old)
         return sent
+
+
+def _has_feedback(codec: object) -> bool:
+    if isinstance(codec, ErrorFeedback):
+        return True
+    parts = [getattr(codec, f.name) for f in fields(codec)] if is_dataclass(codec) else []
+    return any(_has_feedback(part) for part in parts)
 
 
 def _owed(t: Tensor, residual: Tensor | None) -> Tensor:

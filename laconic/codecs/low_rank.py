@@ -8,6 +8,7 @@ even turns and Q on odd ones, half the bytes and one round, as in the authors' c
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -28,7 +29,7 @@ class LowRank:
 
     An [m, n] matrix costs rank * (m + n) numbers instead of m * n, or half of that with `rounds="alternating"`.
     A tensor of more dimensions is taken as [first, all others]. Biased, so wrap it in `ErrorFeedback`. Matrices
-    that would not shrink at least `min_compression` times are declined. All arithmetic is in fp32.
+    that would not shrink more than `min_compression` times are declined. All arithmetic is in fp32.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class LowRank:
     __repr__ = as_code
 
     def __post_init__(self) -> None:
+        _check_kinds(self.rank, self.min_compression, self.warm_start, self.seed)
         if self.rank < 1:
             raise ValueError(f"LowRank(rank={self.rank}): rank must be at least 1. To send all, use Exact().")
         if self.min_compression < 0:
@@ -79,7 +81,7 @@ class LowRank:
 
     def _two_rounds(self, matrices: dict[str, Tensor], state: State) -> _Turn:
         known = state.setdefault("q", {})
-        before = {name: self._start(name, m, state) for name, m in matrices.items()}
+        before = {name: self.start(name, m.shape, state, m) for name, m in matrices.items()}
         q = orthonormal_all(before)
         own_p = {name: m @ q[name] for name, m in matrices.items()}  # [rows, rank]
         p = orthonormal_all(unpack((yield Mean(pack(own_p))), like=own_p))
@@ -88,7 +90,8 @@ class LowRank:
         ok = all_finite(q)
         if self.warm_start:
             known.update(_usable(q, before, ok))
-            state.setdefault("p", {}).update(_usable(p, {name: torch.zeros_like(x) for name, x in p.items()}, ok))
+            known_p = state.setdefault("p", {})
+            known_p.update(_usable(p, {name: torch.zeros_like(x) for name, x in p.items()} | known_p, ok))
         return _pairs(p, q), _pairs(p, own_q), ok
 
     def _one_factor(self, matrices: dict[str, Tensor], state: State) -> _Turn:
@@ -97,7 +100,7 @@ class LowRank:
         known_p, known_q = state.setdefault("p", {}), state.setdefault("q", {})
         even = {name: m for name, m in matrices.items() if turns.get(name, 0) % 2 == 0}
         odd = {name: m for name, m in matrices.items() if name not in even}
-        q = orthonormal_all({name: self._start(name, m, state) for name, m in even.items()})
+        q = orthonormal_all({name: self.start(name, m.shape, state, m) for name, m in even.items()})
         p = orthonormal_all({name: known_p[name] for name in odd})
         own_p = {name: m @ q[name] for name, m in even.items()}  # [rows, rank]
         own_q = {name: m.T @ p[name] for name, m in odd.items()}  # [columns, rank]
@@ -111,16 +114,27 @@ class LowRank:
         known_q.update({name: x for name, x in q.items() if name not in known_q})
         return _pairs(mean_p | p, q | mean_q), _pairs(own_p | p, q | own_q), ok
 
-    def _start(self, name: str, m: Tensor, state: State) -> Tensor:
-        """The factor Q to begin with, [columns, rank]: the last one, or random, the same on every worker."""
+    def start(self, name: str, shape: torch.Size, state: State, like: Tensor) -> Tensor:
+        """Return the factor Q to begin with, [columns, rank]: the last one, or random, the same on every worker."""
         known: dict[str, Tensor] = state["q"]
         if self.warm_start and name in known:
             return known[name]
         turn = 0 if self.warm_start else state.get("turn", {}).get(name, 0)
         digest = hashlib.sha256(f"{self.seed}/{name}/{turn}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
-        rank = min(self.rank, *m.shape)
-        return torch.randn(m.shape[1], rank, generator=generator, dtype=m.dtype).to(m.device)
+        rows, columns = shape[0], shape[1:].numel()
+        dtype = wide_dtype(like.dtype)
+        return torch.randn(columns, min(self.rank, rows, columns), generator=generator, dtype=dtype).to(like.device)
+
+
+def _check_kinds(rank: object, min_compression: object, warm_start: object, seed: object) -> None:
+    for word, value, whole in (("rank", rank, True), ("seed", seed, True), ("min_compression", min_compression, False)):
+        number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        if not number or (isinstance(value, float) and not math.isfinite(value)):
+            kind = "a whole number" if whole else "a finite number"
+            raise ValueError(f"LowRank({word}={value!r}): {word} must be {kind}, such as LowRank(rank=4).")
+    if not isinstance(warm_start, bool):
+        raise ValueError(f"LowRank(warm_start={warm_start!r}): warm_start must be True or False.")
 
 
 _Pairs: TypeAlias = dict[str, tuple[Tensor, Tensor]]

@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +36,35 @@ Group = dist.ProcessGroup
 
 
 @dataclass(eq=False)
+class _Promise:
+    """What a batch of exchanges owes its caller: values that are ready when the last of them has ended."""
+
+    values: list[Tensor]
+    futures: list[Future[Tensor]]
+    open: int
+
+    def one_ended(self) -> None:
+        self.open -= 1
+        if self.open == 0:
+            for future, value in zip(self.futures, self.values, strict=True):
+                if not future.done():
+                    future.set_result(value)
+
+    def fail(self, error: BaseException) -> None:
+        for future in self.futures:
+            if not future.done():
+                # torch's Future takes any exception, whatever its annotation says.
+                future.set_exception(error)  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
 class _Running:
-    """An exchange on its way: the request in flight and what its end is to become."""
+    """An exchange on its way, and the request in flight."""
 
     exchange: Exchange
-    value: Tensor
-    future: Future[Tensor]
+    promise: _Promise
     phase: str
+    ended: bool = False
     end: Averaged | None = None
     round: int = 0
     request: Request | None = None
@@ -82,22 +104,31 @@ class Conductor:
         self._active: list[_Running] = []
         self._broken: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def submit(self, exchange: Exchange, phase: str, value: Tensor) -> Future[Tensor]:
         """Queue an exchange; when it ends, the future's value is `value`.
 
         All workers must submit the same exchanges in the same order, and `flush` after the last of a batch.
         """
-        return self._submit(exchange, phase, value).future
+        future = new_future(value)
+        self.submit_all([exchange], phase, [value], [future])
+        return future
 
-    def _submit(self, exchange: Exchange, phase: str, value: Tensor) -> _Running:
-        running = _Running(exchange, value, Future(), phase)
+    def submit_all(
+        self, exchanges: Sequence[Exchange], phase: str, values: Sequence[Tensor], futures: Sequence[Future[Tensor]]
+    ) -> None:
+        """Queue exchanges; when all have ended, the futures get `values`."""
+        promise = _Promise(list(values), list(futures), len(exchanges))
+        for exchange in exchanges:
+            self._start(_Running(exchange, promise, phase))
+
+    def _start(self, running: _Running) -> None:
         if self._inline:
             self._run_inline(running)
         else:
             self._ensure_thread()
             self._queue.put(running)
-        return running
 
     def flush(self) -> None:
         """Let all submitted exchanges run to their end, without waiting for it."""
@@ -106,9 +137,11 @@ class Conductor:
 
     def run(self, exchange: Exchange, phase: str) -> Averaged:
         """Run one exchange to its end, and wait for it."""
-        running = self._submit(exchange, phase, torch.empty(0))
+        nothing = torch.empty(0)
+        running = _Running(exchange, _Promise([nothing], [new_future(nothing)], 1), phase)
+        self._start(running)
         self.flush()
-        running.future.wait()
+        running.promise.futures[0].wait()
         assert running.end is not None
         return running.end
 
@@ -126,50 +159,51 @@ class Conductor:
             self._thread.start()
 
     def _run_inline(self, running: _Running) -> None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
-        if device is not None:
-            running.future = Future(devices=[device])
-        with torch.no_grad():
-            if self._guarded(self._begin, running):
-                while not running.future.done() and self._guarded(self._advance, running):
-                    pass
+        value = running.promise.values[0]
+        with torch.no_grad(), self._beside(value.device) if value.is_cuda else contextlib.nullcontext():
+            self._guarded(self._begin, running)
+            while not running.ended and self._guarded(self._advance, running):
+                pass
+
+    @contextlib.contextmanager
+    def _beside(self, device: torch.device) -> Iterator[None]:
+        """Work on a stream of our own, so that backward goes on meanwhile; futures carry its events."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            yield
 
     def _serve_one(self, item: _Running | _Flush) -> None:
         if isinstance(item, _Flush):
             while self._active:
-                self._advance_all()
+                self._advance_all(self._active)
             return
         if self._broken is not None:
-            self._fail(item, self._broken)
+            item.promise.fail(self._broken)
             return
         older, self._active = self._active, [*self._active, item]
         self._guarded(self._begin, item)
-        for running in older:
-            self._guarded(self._advance, running)
-        self._active = [running for running in self._active if not running.future.done()]
+        self._advance_all(older)
 
-    def _advance_all(self) -> None:
-        for running in list(self._active):
+    def _advance_all(self, some: Sequence[_Running]) -> None:
+        for running in list(some):
             self._guarded(self._advance, running)
-        self._active = [running for running in self._active if not running.future.done()]
+        self._active = [running for running in self._active if not running.ended]
 
     def _guarded(self, action: Callable[[_Running], None], running: _Running) -> bool:
         """Run one step of an exchange; an error breaks the group's order, so it ends all exchanges."""
-        if running.future.done():
+        if running.ended:
             return False
         try:
             action(running)
         except Exception as error:
             self._broken = error
             for each in [running, *self._active]:
-                self._fail(each, error)
+                each.ended = True
+                each.promise.fail(error)
             return False
         return True
-
-    def _fail(self, running: _Running, error: BaseException) -> None:
-        if not running.future.done():
-            # torch's Future takes any exception, whatever its annotation says.
-            running.future.set_exception(error)  # type: ignore[arg-type]
 
     def _begin(self, running: _Running) -> None:
         self._ask(running, lambda: next(running.exchange))
@@ -190,8 +224,8 @@ class Conductor:
         try:
             request = proceed()
         except StopIteration as stop:
-            running.end = stop.value
-            running.future.set_result(running.value)
+            running.end, running.ended = stop.value, True
+            running.promise.one_ended()
             return
         running.round += 1
         running.request = request
@@ -240,17 +274,23 @@ class Conductor:
         return out
 
     def _wide_mean(self, x: Tensor) -> Generator[Any, None, Tensor]:
-        """Reduce-scatter by hand, summing in a wider type, then all-gather: the bytes of a ring all-reduce."""
+        """Reduce-scatter by hand, summing so that equal stays equal, then all-gather: a ring all-reduce's bytes."""
         flat = x.reshape(-1)
         share = -(-flat.numel() // self.workers)  # rounded up
         padded = flat.new_zeros(self.workers * share)
         padded[: flat.numel()] = flat
         pieces = torch.empty_like(padded)
         yield dist.all_to_all_single(pieces, padded, group=self.group, async_op=True)
-        wider = torch.float32 if x.element_size() < 4 else torch.float64
-        mean = pieces.view(self.workers, share).mean(0, dtype=wider).to(x.dtype)
+        # Distances from the first worker's values: where all are equal, the mean is exactly that.
+        parts = pieces.view(self.workers, share).to(torch.float32 if x.element_size() < 4 else x.dtype)
+        mean = (parts[0] + (parts[1:] - parts[0]).sum(0).div_(self.workers)).to(x.dtype)
         yield dist.all_gather(list(padded.view(self.workers, share).unbind()), mean, group=self.group, async_op=True)
         return padded[: flat.numel()].view(x.shape)
+
+
+def new_future(value: Tensor) -> Future[Tensor]:
+    """Make a future that can hold `value`, and on CUDA its events."""
+    return Future(devices=[value.device]) if value.is_cuda else Future()
 
 
 def _serve(conductor: weakref.ref[Conductor], items: queue.SimpleQueue[_Running | _Flush | _Stop]) -> None:

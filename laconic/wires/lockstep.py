@@ -25,6 +25,8 @@ def lockstep(exchanges: Sequence[Exchange], ledger: Ledger | None = None, phase:
 
     `ledger` records what worker 0 would have sent.
     """
+    if not exchanges:
+        return []
     ended: list[Averaged | None] = [None] * len(exchanges)
     answers: list[Tensor | None] = [None] * len(exchanges)
     round_ = 0
@@ -56,13 +58,18 @@ def _answer(requests: list[Request]) -> list[Tensor]:
     xs = torch.stack([request.x for request in requests])
     if not isinstance(requests[0], Mean):
         return [xs.clone() for _ in requests]
-    # Summed in float64, so that equal inputs come back unchanged and half precision loses nothing.
-    mean = xs.mean(0, dtype=torch.float64).to(xs.dtype)
+    # Distances from the first, in float64: equal inputs come back unchanged, and half precision loses nothing.
+    first = xs[0].double()
+    mean = (first + (xs.double() - first).mean(0)).to(xs.dtype)
     return [mean.clone() for _ in requests]
 
 
+def _how(request: Request) -> str:
+    return ", summed wide" if isinstance(request, Mean) and request.wide else ""
+
+
 def _check_same(requests: Sequence[Request | Averaged], round_: int) -> None:
-    words = ["the end" if isinstance(r, Averaged) else f"{describe(r)} in {r.x.dtype}" for r in requests]
+    words = ["the end" if isinstance(r, Averaged) else f"{describe(r)} in {r.x.dtype}{_how(r)}" for r in requests]
     counts = Counter(words)
     if len(counts) == 1:
         return

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from laconic.codecs import LowRank
@@ -14,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Conversion:
-    """Fits the memory of a pickled state to DDP's buckets, once they have the sizes that it was saved with."""
+    """Fits the memory of a pickled state to DDP's buckets, once they are laid out as they were when it was saved."""
 
     def __init__(self, pickled: PickledState) -> None:
         self.pickled = pickled
@@ -28,13 +29,13 @@ class Conversion:
             return False
         buckets, self._buckets = self._buckets, []
         self._backwards += 1
+        if self._backwards < 2:  # DDP lays its buckets out anew after the first backward, as it did before saving
+            return False
         low_rank = LowRank(state.matrix_approximation_rank, state.min_compression_rate)
         if self._matches(buckets, low_rank):
             for index, bucket in enumerate(buckets):
                 self._take(index, bucket, low_rank, state)
             return True
-        if self._backwards < 2:  # DDP lays its buckets out anew after the first backward
-            return False
         logger.warning(
             "PowerSGD: residuals and factors saved by torch fit other buckets (%s, of %s elements) than this model's "
             "(%s, of %s elements), and are dropped. Use the same model and bucket_cap_mb as when they were saved.",
@@ -63,21 +64,34 @@ class Conversion:
     def _take(self, index: int, bucket: dict[str, Tensor], low_rank: LowRank, state: Any) -> None:
         saved = self.pickled
         sizes = _factor_sizes(bucket, low_rank)
+        matrices = [name for name in sizes if low_rank.accepts(bucket[name].shape)]
         if saved.warm_start and index in saved.q_memory_dict:
             p_sizes = {name: (rows, rank) for name, (rows, _, rank) in sizes.items()}
             q_sizes = {name: (columns, rank) for name, (_, columns, rank) in sizes.items()}
-            state.p_memory_dict.update(_cut(saved.p_memory_dict[index], p_sizes, bucket))
-            state.q_memory_dict.update(_cut(saved.q_memory_dict[index], q_sizes, bucket))
+            for ours, theirs, cuts in (
+                (state.p_memory_dict, saved.p_memory_dict, p_sizes),
+                (state.q_memory_dict, saved.q_memory_dict, q_sizes),
+            ):
+                pieces = _cut(theirs[index], cuts, bucket)
+                ours.update({name: piece for name, piece in pieces.items() if name in matrices})
         if saved.use_error_feedback and index in saved.error_dict:
             residuals = _cut(saved.error_dict[index], {name: t.shape for name, t in bucket.items()}, bucket)
             # Under our rule tensors that travel exactly owe nothing: what torch collected there sums to zero.
-            kept = residuals if state.feedback == "mean" else {name: residuals[name] for name in sizes}
+            kept = residuals if state.feedback == "mean" else {name: residuals[name] for name in matrices}
             state.error_dict.update(kept)
+
+
+def torch_factors(low_rank: LowRank, t: Tensor) -> bool:
+    """Whether torch makes factors for `t`: for matrices, and below a rate of 1 for vectors, as matrices of one column.
+
+    Vectors travel exactly here. But the random numbers that torch draws for them come before those of later matrices.
+    """
+    return t.dim() > 0 and low_rank.accepts(torch.Size([t.shape[0], t.shape[1:].numel()]))
 
 
 def _factor_sizes(bucket: Mapping[str, Tensor], low_rank: LowRank) -> dict[str, tuple[int, int, int]]:
     """Rows, columns and rank of each matrix, by groups of one shape: the order in which torch lays factors out."""
-    shapes = {n: (t.shape[0], t.shape[1:].numel()) for n, t in bucket.items() if low_rank.accepts(t.shape)}
+    shapes = {n: (t.shape[0], t.shape[1:].numel()) for n, t in bucket.items() if torch_factors(low_rank, t)}
     return {
         name: (*shape, min(low_rank.rank, *shape))
         for shape in dict.fromkeys(shapes.values())

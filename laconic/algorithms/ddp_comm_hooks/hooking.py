@@ -1,4 +1,4 @@
-"""What the hooks of the twin share: conductors, the names of parameters, and single-round hooks."""
+"""What the hooks of the twin share: the link to the engine, the names of parameters, and hooks of one round."""
 
 from __future__ import annotations
 
@@ -34,26 +34,21 @@ def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return world
 
 
-class Engine:
-    """A hook state's link to the engine: its conductor, ledger and stream of buckets. Never saved."""
+class Names:
+    """Lasting names for the parameters behind a hook's buckets.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group_or_world(group)
-        self.ledger = Ledger()
-        self.conductor = Conductor(self.group, self.ledger)
-        self.stream = BucketStream(self.conductor)
-        self.first_backward = True
+    A hook is not told names. But DDP's first layout is the model's order, from the back: the last parameters come in
+    the first bucket. So a parameter is named by its place counted from the last, `parameter[-1]`, at the first
+    backward, and keeps that name when DDP lays its buckets out anew.
+    """
+
+    def __init__(self) -> None:
         self._names: dict[int, str] = {}
         self._owners: list[weakref.ref[Tensor]] = []
         self._seen = 0
 
-    def named(self, bucket: GradBucket) -> dict[str, Tensor]:
-        """Give each gradient of a bucket the lasting name of its parameter.
-
-        A hook is not told names. But DDP's first layout is the model's order, from the back: the last parameters
-        come in the first bucket. So a parameter is named by its place counted from the last, `parameter[-1]`, at
-        the first backward, and keeps that name when DDP lays its buckets out anew.
-        """
+    def of(self, bucket: GradBucket) -> dict[str, Tensor]:
+        """Give each gradient of a bucket its parameter's name."""
         parameters = bucket.parameters()
         if any(id(p) not in self._names for p in parameters):
             if bucket.index() == 0:  # another model, or the first one
@@ -64,6 +59,18 @@ class Engine:
                 self._owners.append(weakref.ref(p))  # ids stay taken as long as names are
             self._seen += count
         return {self._names[id(p)]: g for p, g in zip(parameters, bucket.gradients(), strict=True)}
+
+
+class Engine:
+    """A hook state's link to the engine: its conductor, ledger and stream of buckets. Never saved."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group_or_world(group)
+        self.ledger = Ledger()
+        self.conductor = Conductor(self.group, self.ledger)
+        self.stream = BucketStream(self.conductor)
+        self.names = Names()
+        self.first_backward = True
 
 
 def average_once(codec: Codec, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:

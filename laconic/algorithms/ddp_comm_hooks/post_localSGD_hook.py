@@ -2,12 +2,12 @@
 
 Different from torch's: the intra-machine subgroup is made when the state is, not inside a backward pass, and also on
 machines without a GPU; a warm-up that differs from a model averager's is refused when the averager first runs; the
-state can be saved, pickled and copied.
+state can be saved, pickled and copied, and resuming is bit-exact.
 """
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -16,20 +16,23 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from laconic.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from laconic.algorithms.ddp_comm_hooks.hooking import average_once, group_or_world
+from laconic.algorithms.ddp_comm_hooks.hooking import Engine, Names, group_or_world
 from laconic.algorithms.groups import subgroup_of, workers_on_this_machine
 from laconic.codecs import Exact
+from laconic.wires.wire import Exchange
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
 
 
-class _Referable:
-    __slots__ = ("__weakref__",)
+class _Linked:
+    """Holds what a state has beyond torch's: links to the engine, for all workers and for the subgroup."""
+
+    __slots__ = ("__weakref__", "_engines", "_names", "_saved_layout")
 
 
-class PostLocalSGDState(_Referable):
+class PostLocalSGDState(_Linked):
     """When gradients stop being averaged among all workers, and among whom they are from then on.
 
     Args:
@@ -68,9 +71,14 @@ class PostLocalSGDState(_Referable):
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
+        self._engines: dict[bool, Engine] = {}
+        self._repeat([])
         logger.info("Gradients are averaged within subgroups after %s iterations.", start_localSGD_iter)
         if dist.is_initialized():
             self._make_subgroup()
+            self._linked(local=False)
+            if self.subgroup is not None and post_local_gradient_allreduce:
+                self._linked(local=True)
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count an iteration when its last bucket comes."""
@@ -80,13 +88,14 @@ class PostLocalSGDState(_Referable):
                 logger.info("Gradients are averaged within subgroups from now on, after %s iterations.", self.iter)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a worker must save: the settings and the iteration."""
-        return {name: getattr(self, name) for name in _SAVED}
+        """What a worker must save: settings, iteration, and the layout of buckets, which decides the order of sums."""
+        return {**{name: getattr(self, name) for name in _SAVED}, "layout": self._layout()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         for name in _SAVED:
             setattr(self, name, state_dict[name])
+        self._repeat(state_dict["layout"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the groups out, for they mean nothing elsewhere."""
@@ -95,14 +104,36 @@ class PostLocalSGDState(_Referable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a saved state, with the default group and the subgroup of this machine, made when it is needed."""
         self.process_group = self.subgroup = None
+        self._engines = {}
         self.load_state_dict(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PostLocalSGDState":
         """Copy settings and iteration; groups are shared."""
         copy = PostLocalSGDState.__new__(PostLocalSGDState)
-        copy.process_group, copy.subgroup = self.process_group, self.subgroup
+        copy.process_group, copy.subgroup, copy._engines = self.process_group, self.subgroup, {}
         copy.load_state_dict(self.state_dict())
         return copy
+
+    def _repeat(self, layout: Sequence[Sequence[str]]) -> None:
+        """Average the next backward in this layout of buckets, whatever DDP's is; any layout, if it is empty."""
+        self._names = Names()
+        self._saved_layout = [list(names) for names in layout]
+        for engine in self._engines.values():
+            engine.stream.layout = []
+            engine.stream.repeat(self._saved_layout)
+
+    def _layout(self) -> list[list[str]]:
+        used = [engine.stream.layout for _, engine in sorted(self._engines.items()) if engine.stream.layout]
+        return used[-1] if used else self._saved_layout
+
+    def _linked(self, local: bool) -> Engine:
+        """Return the link to the engine, of the subgroup or of all workers."""
+        group = group_or_world(self.subgroup if local else self.process_group)
+        engine = self._engines.get(local)
+        if engine is None or engine.group is not group:
+            engine = self._engines[local] = Engine(group)
+            engine.stream.repeat(self._saved_layout)
+        return engine
 
     def _make_subgroup(self) -> None:
         if self.subgroup is None and self.post_local_gradient_allreduce:
@@ -124,10 +155,16 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[T
     >>> ddp_model.register_comm_hook(state, post_localSGD_hook)  # doctest: +SKIP
     """
     at_work.add(state)
-    if state.iter < state.start_localSGD_iter:
-        state.maybe_increase_iter(bucket)
-        return average_once(Exact(), state.process_group, bucket)
-    if not state.post_local_gradient_allreduce:
+    local = state.iter >= state.start_localSGD_iter
+    if local and not state.post_local_gradient_allreduce:
         return noop_hook(None, bucket)
     state._make_subgroup()
-    return average_once(Exact(), state.subgroup, bucket)
+    tensors = state._names.of(bucket)
+    stream = state._linked(local).stream
+    if not local:
+        state.maybe_increase_iter(bucket)
+    return stream.take(tensors, bucket.buffer(), bucket.is_last(), _exact)
+
+
+def _exact(tensors: Mapping[str, Tensor]) -> Exchange:
+    return Exact().average(tensors, {}, reuse=True)

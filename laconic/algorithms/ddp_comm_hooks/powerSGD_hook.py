@@ -24,14 +24,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from laconic.agreement import agree, parameter_facts
+from laconic.algorithms.ddp_comm_hooks.compression import SETTINGS, agree_at_first, compressed, count
 from laconic.algorithms.ddp_comm_hooks.conversion import Conversion
 from laconic.algorithms.ddp_comm_hooks.hooking import Engine, group_or_world
-from laconic.codecs import Batched, ByShape, Codec, ErrorFeedback, Exact, LowRank
-from laconic.codecs.batched import name_of, side_of
-from laconic.codecs.codec import wide_dtype
+from laconic.buckets import as_laid_out
+from laconic.codecs import ErrorFeedback, Exact, LowRank
+from laconic.ledger import Ledger
 from laconic.torch_pickle import PickledState
-from laconic.wires.wire import Exchange, State
+from laconic.wires.wire import Exchange
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -133,7 +133,7 @@ class PowerSGDState(_Linked):
         self._engine: Engine | None = None
         self._saved_layout: list[list[str]] = []
         self._converted: Conversion | None = None
-        logger.info("PowerSGD: %s", {slot: getattr(self, slot) for slot in _SETTINGS})
+        logger.info("PowerSGD: %s", {slot: getattr(self, slot) for slot in SETTINGS})
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the process group out, for it means nothing elsewhere. `state_dict` needs no pickle."""
@@ -174,7 +174,7 @@ class PowerSGDState(_Linked):
             "gauss": float(gauss),
         }
         memory = {slot: {n: t.clone() for n, t in getattr(self, slot).items()} for slot in _MEMORY}
-        counts = {slot: getattr(self, slot) for slot in (*_SETTINGS, *_COUNTERS)}
+        counts = {slot: getattr(self, slot) for slot in (*SETTINGS, *_COUNTERS)}
         return {**counts, **memory, "feedback": self.feedback, "rng": rng, "layout": self._layout()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, _strict: bool = True) -> None:
@@ -185,7 +185,7 @@ class PowerSGDState(_Linked):
                     f"this PowerSGD state was saved with {slot}={state_dict[slot]} and the state that loads it has "
                     f"{slot}={getattr(self, slot)}. Make the state with the saved value, or start without its memory."
                 )
-        for slot in (*_SETTINGS, *_COUNTERS):
+        for slot in (*SETTINGS, *_COUNTERS):
             setattr(self, slot, state_dict[slot])
         for slot in _MEMORY:
             setattr(self, slot, {name: t.clone() for name, t in state_dict[slot].items()})
@@ -205,13 +205,13 @@ class PowerSGDState(_Linked):
     ) -> "PowerSGDState":
         """Make a state of one that torch's `PowerSGDState` pickled, read by `laconic.torch_pickle` without running it.
 
-        torch's memory belongs to buckets. It is taken over at the first backward whose buckets have the saved sizes,
-        which is the second one, when DDP has laid them out anew; iterations before it average exactly. If the sizes
-        never match, the memory is dropped with a warning, and settings, counters and random state remain.
+        torch's memory belongs to buckets. It is taken over at the end of the second backward, when DDP has laid them
+        out as they were when it was saved; these two average exactly. If the buckets' sizes are not the saved ones,
+        the memory is dropped with a warning, and settings, counters and random state remain.
         """
         state = cls.__new__(cls)
         state.process_group, state.feedback = process_group, feedback
-        for slot in (*_SETTINGS, *_COUNTERS):
+        for slot in (*SETTINGS, *_COUNTERS):
             setattr(state, slot, getattr(pickled, slot))
         state.error_dict, state.p_memory_dict, state.q_memory_dict = {}, {}, {}
         state.rng = np.random.RandomState()
@@ -235,6 +235,11 @@ class PowerSGDState(_Linked):
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after > 0 else 0, before, after)
 
+    @property
+    def ledger(self) -> Ledger:
+        """Every collective of this hook since it was made or loaded, in bytes. Not saved."""
+        return self._linked().ledger
+
     def _layout(self) -> list[list[str]]:
         return self._saved_layout if self._engine is None else self._engine.stream.layout or self._saved_layout
 
@@ -247,16 +252,6 @@ class PowerSGDState(_Linked):
         return engine
 
 
-_SETTINGS = (
-    "matrix_approximation_rank",
-    "start_powerSGD_iter",
-    "min_compression_rate",
-    "use_error_feedback",
-    "warm_start",
-    "orthogonalization_epsilon",
-    "compression_stats_logging_frequency",
-    "batch_tensors_with_same_shape",
-)
 _SHAPING = ("matrix_approximation_rank", "min_compression_rate", "use_error_feedback", "warm_start")
 _COUNTERS = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
 _MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")
@@ -284,110 +279,23 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Te
 
 def _average(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[Tensor]:
     engine = state._linked()
-    tensors = engine.named(bucket)
+    tensors = engine.names.of(bucket)
     if engine.first_backward:
-        _agree(state, engine, bucket, tensors, batched)
+        agree_at_first(state, engine, bucket, tensors, batched)
     plain = state.iter < state.start_powerSGD_iter
     if not plain and state._converted is not None:
         plain = True  # torch's memory is still to be fitted to buckets
         if state._converted.fit(tensors, bucket.is_last(), state):
             state._converted = None
     if not plain:
-        _count(state, bucket, tensors, batched)
+        count(state, bucket, tensors, batched)
+        parameters = bucket.parameters()
+        tensors = {n: as_laid_out(g, p) for (n, g), p in zip(tensors.items(), parameters, strict=True)}
 
     def begin(some: Mapping[str, Tensor]) -> Exchange:
-        return Exact().average(some, {}, reuse=True) if plain else _compressed(state, some, batched)
+        return Exact().average(some, {}, reuse=True) if plain else compressed(state, some, batched)
 
     future = engine.stream.take(tensors, bucket.buffer(), bucket.is_last(), begin)
     engine.first_backward = engine.first_backward and not bucket.is_last()
     state.maybe_increase_iter(bucket)
     return future
-
-
-def _compressed(state: PowerSGDState, tensors: Mapping[str, Tensor], batched: bool) -> Exchange:
-    """Begin the exchange of one bucket, over the state's own dictionaries."""
-    low_rank = low_rank_of(state, batched)
-    memory: State = {"p": state.p_memory_dict, "q": state.q_memory_dict} if state.warm_start else {"p": {}, "q": {}}
-    _draw(state, low_rank, tensors, memory["q"], batched)
-    codec: Codec = Batched(low_rank) if batched else ByShape(low_rank)
-    nest: State = memory if batched else {"codec": memory}
-    if state.use_error_feedback and state.feedback == "own" and not batched:
-        codec = ByShape(ErrorFeedback(low_rank))  # what travels exactly owes nothing
-        nest = {"codec": {"residual": state.error_dict, "inner": memory}}
-    elif state.use_error_feedback:
-        codec = ErrorFeedback(codec, subtract=state.feedback)
-        nest = {"residual": state.error_dict, "inner": nest}
-    return codec.average(tensors, nest, reuse=True)
-
-
-def low_rank_of(state: PowerSGDState, batched: bool = False) -> LowRank:
-    """Return the engine's codec for the settings of `state`."""
-    return LowRank(state.matrix_approximation_rank, 0 if batched else state.min_compression_rate)
-
-
-def _draw(
-    state: PowerSGDState, low_rank: LowRank, tensors: Mapping[str, Tensor], q: dict[str, Tensor], batched: bool
-) -> None:
-    """Fill in first factors where there are none, from the numbers that torch would draw."""
-    dtype = wide_dtype(next(iter(tensors.values())).dtype)
-    if batched:
-        side = side_of(sum(t.numel() for t in tensors.values()))
-        shapes = {name_of(tensors): (side, side)} if side else {}
-    else:
-        accepted = {name: t.shape for name, t in tensors.items() if low_rank.accepts(t.shape)}
-        shapes = {name: (shape[0], shape[1:].numel()) for name, shape in accepted.items()}
-    first = state.iter == state.start_powerSGD_iter
-    if not (state.warm_start and all(name in q for name in shapes) and (shapes or not first)):
-        seed = int(state.rng.randint(1_000_000_000))
-        drawn = _factors(shapes, low_rank.rank, seed, dtype, state.batch_tensors_with_same_shape)
-        device = next(iter(tensors.values())).device
-        q.update({name: x.to(device) for name, x in drawn.items() if name not in q})
-
-
-def _factors(
-    shapes: Mapping[str, tuple[int, int]], rank: int, seed: int, dtype: torch.dtype, together: bool
-) -> dict[str, Tensor]:
-    """Draw [columns, rank] for each matrix, by groups of one shape, in torch's order."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn: dict[str, Tensor] = {}
-    for shape in dict.fromkeys(shapes.values()):
-        names = [name for name in shapes if shapes[name] == shape]
-        size = (shape[1], min(rank, *shape))
-        if together:
-            drawn.update(zip(names, torch.randn(len(names), *size, generator=generator, dtype=dtype), strict=True))
-        else:
-            drawn.update({name: torch.randn(1, *size, generator=generator, dtype=dtype)[0] for name in names})
-    return drawn
-
-
-def _count(state: PowerSGDState, bucket: GradBucket, tensors: Mapping[str, Tensor], batched: bool) -> None:
-    """Keep the compression statistics, in elements, as torch does. The ledger counts bytes."""
-    low_rank = low_rank_of(state, batched)
-    for t in tensors.values():
-        state.total_numel_before_compression += t.numel()
-        if not batched:
-            rows, columns = (t.shape[0], t.shape[1:].numel()) if low_rank.accepts(t.shape) else (0, 0)
-            rank = min(low_rank.rank, rows, columns)
-            state.total_numel_after_compression += rank * (rows + columns) or t.numel()
-    if batched:
-        side = side_of(sum(t.numel() for t in tensors.values()))
-        state.total_numel_after_compression += 2 * side * min(low_rank.rank, side)
-    if bucket.is_last() and state.iter >= state.next_stats_report:
-        rate, before, after = state.compression_stats()
-        logger.info("PowerSGD at iteration %s: %s elements became %s, rate %s", state.iter, before, after, rate)
-        state.next_stats_report = state.iter + state.compression_stats_logging_frequency
-
-
-def _agree(
-    state: PowerSGDState, engine: Engine, bucket: GradBucket, tensors: Mapping[str, Tensor], batched: bool
-) -> None:
-    facts: dict[str, object] = {}
-    if bucket.index() == 0:
-        facts = {slot: getattr(state, slot) for slot in (*_SETTINGS, "iter")}
-        facts["feedback"] = state.feedback
-        facts["hook"] = "batched_powerSGD_hook" if batched else "powerSGD_hook"
-        facts["random_seed (the random state it makes)"] = int(
-            np.asarray(tuple(state.rng.get_state(legacy=True))[1]).sum()
-        )
-    facts |= parameter_facts(tensors.items())
-    agree(engine.conductor, "PowerSGD", facts)

@@ -1,0 +1,122 @@
+"""The examples in torch's docstrings of the averagers run with only their imports changed.
+
+The text is taken from the installed torch. What it leaves to the reader (`rank`, `optimizer`, `loss_fn`, `output`) and
+what this machine lacks (16 GPUs and NCCL) is stood in for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.algorithms.implementations import averagers, hierarchical
+from tests.cluster.models import assert_equal_bits
+from tests.workers import run_workers
+
+WORKERS = 4
+
+
+def _example(documented: Any) -> str:
+    """Extract the code after `>>>`; torch writes continuation lines with `>>>` too."""
+    lines = [line.strip() for line in (inspect.getdoc(documented) or "").splitlines()]
+    code = "\n".join(line.removeprefix(">>>").removeprefix(" ") for line in lines if line.startswith(">>>"))
+    assert "average_parameters" in code, "torch's docstring has changed"
+    return code
+
+
+def _moved(code: str) -> str:
+    moved, count = re.subn(r"torch\.distributed\.algorithms", "laconic.algorithms", code)
+    assert count == 2, f"{count} imports changed"
+    return moved
+
+
+class _Reader:
+    """What the reader of the example has: data, a loss, an optimizer of the model that the example makes."""
+
+    def __init__(self, rank: int) -> None:
+        self.names: dict[str, Any] = {"rank": rank, "labels": torch.zeros(4, 1), "loss_fn": self.loss, "output": None}
+        self.names["optimizer"] = self
+        self.inner: torch.optim.Optimizer | None = None
+        self.worker, self.steps = rank, 0
+
+    @property
+    def model(self) -> nn.Module:
+        found: nn.Module = self.names["model"]
+        return found
+
+    def loss(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * self.steps + self.worker)
+        loss: torch.Tensor = (self.model(torch.randn(4, 1, generator=generator)) - labels).square().mean()
+        return loss
+
+    def zero_grad(self) -> None:
+        if self.inner is None:
+            self.inner = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.inner.zero_grad()
+
+    def step(self) -> None:
+        assert self.inner is not None
+        self.inner.step()
+        self.steps += 1
+
+
+def _run(worker: int, code: str) -> tuple[torch.Tensor, int, int]:
+    """Run the example as if this were a machine with GPUs: where tensors are put is all that changes."""
+    plain_ddp = nn.parallel.DistributedDataParallel
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(dist, "init_process_group", lambda *_, **__: None)
+        patch.setattr(torch.cuda, "set_device", lambda _: None)
+        patch.setattr(nn.Module, "cuda", lambda self, *_: self)
+        patch.setattr(nn.Module, "to", lambda self, *_, **__: self)
+        patch.setattr(nn.parallel, "DistributedDataParallel", lambda module, **_: plain_ddp(module))
+        patch.setattr(dist, "new_subgroups", lambda: (dist.new_group([worker], use_local_synchronization=True), []))
+        reader = _Reader(worker)
+        torch.manual_seed(0)
+        exec(code, reader.names)  # noqa: S102 - torch's own example
+    return next(reader.model.parameters()).detach().clone(), reader.steps, reader.names["averager"].step
+
+
+def test_the_periodic_example():
+    code = _moved(_example(averagers("torch").PeriodicModelAverager))
+    # The example uses two names that it does not import; torch's own documentation leaves that to the reader.
+    code = "from laconic.algorithms.ddp_comm_hooks.post_localSGD_hook import *\n" + code
+    results = run_workers(_run, WORKERS, (code,))
+    assert [steps for _, *steps in results] == [[200, 200]] * WORKERS
+    # With no subgroup given, gradients are averaged within the machine: here, among all.
+    assert_equal_bits([weight for weight, *_ in results])
+
+
+def _hierarchical(steps: int = 200) -> str:
+    """The example for `WORKERS` workers, stopped after `steps`."""
+    code = _moved(_example(hierarchical("torch").HierarchicalModelAverager))
+    code, count = re.subn(r"\(4, 8\), \(16, 16\)", f"(4, {WORKERS // 2}), (16, {WORKERS})", code)
+    assert count == 1 and "range(0, 200)" in code, "the example has changed"
+    return code.replace("range(0, 200)", f"range(0, {steps})")
+
+
+def test_the_hierarchical_example():
+    results = run_workers(_run, WORKERS, (_hierarchical(),))
+    assert [steps for _, *steps in results] == [[200, 200]] * WORKERS
+    # The last averaging, of pairs, was at step 196: each worker has gone its own way since.
+    assert len({float(weight) for weight, *_ in results}) == WORKERS
+
+
+def _stopped(worker: int, codes: list[str]) -> list[torch.Tensor]:
+    return [_run(worker, code)[0] for code in codes]
+
+
+def test_stopped_after_a_round_the_example_leaves_equal_replicas():
+    results = run_workers(_stopped, WORKERS, ([_hierarchical(105), _hierarchical(113)],))
+    pairs = [pair for pair, _ in results]  # after step 104, which 4 divides
+    assert_equal_bits(pairs[:2])
+    assert_equal_bits(pairs[2:])
+    assert not torch.equal(pairs[0], pairs[2])
+    assert_equal_bits([whole for _, whole in results])  # after step 112, which 16 divides

@@ -1,0 +1,101 @@
+"""ErrorFeedback and ByShape: how wrappers are put together, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.ledger import Ledger
+from laconic.wires import Mean, lockstep
+from tests.laws.world import World, residuals, tensors
+
+
+def test_what_a_round_fails_to_deliver_comes_with_the_next() -> None:
+    codec, state = ErrorFeedback(Cast("bf16")), dict[str, Any]()
+    fine = torch.tensor([1.0 + 2**-10])  # 2**-10 is lost in bf16
+    means = [float(lockstep([codec.average({"x": fine}, state)])[0].mean["x"]) for _ in range(8)]
+    assert means[0] == 1
+    assert max(means) > 1
+    assert sum(means) + float(state["residual"]["x"]) == 8 * float(fine)
+
+
+def test_feedback_makes_a_biased_codec_right_in_the_long_run() -> None:
+    given = tensors("long", names=["odd.weight"])
+    truth, errors = given["odd.weight"], {}
+    for codec in (LowRank(rank=1), ErrorFeedback(LowRank(rank=1))):
+        world = World(codec, 1)
+        total = sum(world.average([given])[0].mean["odd.weight"] for _ in range(200))
+        errors[type(codec)] = float((torch.as_tensor(total) / 200 - truth).norm() / truth.norm())
+    assert errors[ErrorFeedback] < 0.1 < 0.5 < errors[LowRank]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_residuals_are_fp32(dtype: torch.dtype) -> None:
+    world = World(ByShape(ErrorFeedback(LowRank(rank=1))), 2)
+    world.average(world.inputs("fp32", dtype))
+    assert {r.dtype for r in residuals(world.states[0]).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("subtract", ["sum", "", None, 1])
+def test_what_is_subtracted_is_own_or_mean(subtract: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        ErrorFeedback(Exact(), subtract=subtract)
+    assert str(error.value) == (
+        f'ErrorFeedback(subtract={subtract!r}): it must be "own" (the paper\'s rule) or "mean" (torch\'s).'
+    )
+
+
+@pytest.mark.parametrize("codec", [LowRank(1), ErrorFeedback(LowRank(2))], ids=repr)
+def test_the_rest_must_take_every_shape(codec: Codec) -> None:
+    with pytest.raises(ValueError) as error:
+        ByShape(Exact(), rest=codec)
+    assert str(error.value) == (
+        f"ByShape(Exact(), rest={codec}): rest gets what the first codec declines, "
+        "so it must accept every shape, as Exact() and Cast(...) do."
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ErrorFeedback(5), r"ErrorFeedback\(5\)"),  # type: ignore[arg-type]
+        (lambda: ErrorFeedback(Exact), r"ErrorFeedback\("),  # type: ignore[arg-type]
+        (lambda: ByShape("Exact()"), r"ByShape\('Exact\(\)'"),  # type: ignore[arg-type]
+        (lambda: ByShape(Exact(), rest=5), r"ByShape\(.*5"),  # type: ignore[arg-type]
+    ],
+)
+def test_only_codecs_can_be_wrapped(make: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+@pytest.mark.parametrize("inner", [ErrorFeedback(Cast("bf16")), ByShape(ErrorFeedback(LowRank(1)))], ids=repr)
+def test_feedback_of_feedback_means_nothing(inner: Codec) -> None:
+    with pytest.raises(ValueError, match="ErrorFeedback"):
+        ErrorFeedback(inner)
+
+
+def test_both_parts_travel_in_the_same_rounds() -> None:
+    given = {"w": torch.ones(20, 30), "b": torch.ones(7)}
+    ledger = Ledger()
+    lockstep([ByShape(LowRank(rank=1)).average(given, {}) for _ in range(2)], ledger)
+    assert [entry.payload_bytes for entry in ledger.entries] == [4 * (20 + 7), 4 * 30]
+
+
+def test_parts_of_different_dtype_travel_apart() -> None:
+    given = {"w": torch.ones(20, 30), "b": torch.ones(7)}
+    exchange = ByShape(LowRank(rank=1), rest=Cast("bf16")).average(given, {})
+    first = next(exchange)
+    second = exchange.send(first.x)
+    assert isinstance(first, Mean)
+    assert (first.x.dtype, second.x.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_a_wide_sum_is_not_joined_with_another() -> None:
+    given = {"w": torch.ones(20, 30), "b": torch.ones(7)}
+    ledger = Ledger()
+    lockstep([ByShape(LowRank(rank=1), rest=Exact(wide=True)).average(given, {}) for _ in range(2)], ledger)
+    assert [entry.payload_bytes for entry in ledger.entries] == [4 * 20, 4 * 7, 4 * 30]

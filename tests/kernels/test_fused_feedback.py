@@ -1,0 +1,223 @@
+"""The fused paths against the plain composition that they replace: `ErrorFeedback(LowRank)`.
+
+The same tests run over in-place products on the CPU, over Triton's kernels in its interpreter, where it is installed,
+and over Triton's kernels on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from laconic.codecs import ByShape, ErrorFeedback, LowRank
+from laconic.codecs.orthonormal import orthonormal
+from laconic.wires import lockstep
+from laconic.wires.wire import State
+
+HAS_GPU = torch.cuda.is_available()
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no GPU here")])]
+
+SHAPES: dict[str, list[tuple[int, ...]]] = {
+    "square": [(64, 64)],
+    "odd": [(37, 53), (129, 65), (33, 200), (301, 35)],
+    "repeated": [(48, 40), (48, 40), (48, 40), (48, 40), (48, 40), (40, 48), (40, 48), (40, 48)],
+    "convolution": [(64, 16, 3, 3), (32, 64, 1, 1)],
+    "tall and wide": [(2500, 34), (34, 1500)],
+}
+
+
+def inputs(
+    shapes: Sequence[tuple[int, ...]], workers: int, step: int, device: str, dtype: torch.dtype
+) -> list[dict[str, Tensor]]:
+    """Gradients in one flat bucket for each worker: lasting directions, each a quarter of the last, and a little noise.
+
+    (On noise alone, power iteration has no direction to settle on, and any two implementations part.)
+    """
+    result = []
+    for worker in range(workers):
+        lasting = torch.Generator().manual_seed(worker)
+        passing = torch.Generator().manual_seed(1000 * step + worker + 1)
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        flat = 1e-3 * torch.randn(sum(sizes), generator=passing)
+        for piece, shape in zip(flat.split(sizes), shapes, strict=True):
+            matrix = piece.view(shape[0], -1)
+            for strength in range(min(6, *matrix.shape)):
+                u = torch.randn(matrix.shape[0], generator=lasting)
+                v = torch.randn(matrix.shape[1], generator=lasting)
+                matrix += 0.25**strength * torch.outer(u, v) * (1 + 0.1 * torch.randn((), generator=passing))
+        pieces = flat.to(device=device, dtype=dtype).split(sizes)
+        result.append({f"w{i}": p.view(shape) for i, (p, shape) in enumerate(zip(pieces, shapes, strict=True))})
+    return result
+
+
+def run(codec: Any, tensors: list[dict[str, Tensor]], states: list[State], fast: bool) -> list[dict[str, Tensor]]:
+    given = tensors if fast else copy.deepcopy(tensors)
+    ends = lockstep([codec.average(t, s, reuse=fast) for t, s in zip(given, states, strict=True)])
+    return [end.mean for end in ends]
+
+
+def close(a: Tensor, b: Tensor, tolerance: float, of: Tensor | None = None) -> None:
+    a, b = a.double().cpu(), b.double().cpu()
+    size = float((b if of is None else of.double()).norm())
+    assert float((a - b).norm()) <= tolerance * size + 1e-30, f"off by {(a - b).norm() / size:.2e}"
+
+
+@pytest.mark.parametrize("rounds", ["two", "alternating"])
+@pytest.mark.parametrize("rank", [1, 2, 4, 16])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("device", DEVICES)
+def test_fifty_steps_equal_the_plain_composition(device, shapes, rank, rounds):
+    codec = ErrorFeedback(LowRank(rank, min_compression=0, rounds=rounds))
+    plain: list[State] = [{}, {}]
+    fast: list[State] = [{}, {}]
+    for step in range(50):
+        tensors = inputs(shapes, 2, step, device, torch.float32)
+        expected = run(codec, tensors, plain, fast=False)
+        got = run(codec, copy.deepcopy(tensors), fast, fast=True)
+        for name in expected[0]:
+            assert torch.equal(got[0][name], got[1][name])
+            close(got[0][name], expected[0][name], 1e-5, of=expected[0][name])
+            close(fast[0]["residual"][name], plain[0]["residual"][name], 1e-5, of=tensors[0][name])
+        # Where directions are equally strong two right implementations part: each step begins from one place.
+        for a, b in zip(fast, plain, strict=True):
+            _copy(a, b)
+    assert any(key.startswith("_fused") for key in fast[0]["inner"]) == (device == "cuda")
+
+
+def _copy(into: State, state: State) -> None:
+    for name, residual in state["residual"].items():
+        into["residual"][name].copy_(residual)
+    for key in ("p", "q"):
+        for name, factor in state["inner"].get(key, {}).items():
+            if name in into["inner"].get(key, {}):
+                into["inner"][key][name].copy_(orthonormal(factor))
+
+
+@pytest.mark.parametrize("rounds", ["two", "alternating"])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
+def test_in_float64_fifty_steps_at_a_stretch_equal_the_plain_composition(shapes, rounds):
+    codec = ErrorFeedback(LowRank(3, min_compression=0, rounds=rounds))
+    plain: list[State] = [{}, {}]
+    fast: list[State] = [{}, {}]
+    for step in range(50):
+        tensors = inputs(shapes, 2, step, "cpu", torch.float64)
+        expected = run(codec, tensors, plain, fast=False)
+        got = run(codec, tensors, fast, fast=True)
+        for name in expected[0]:
+            close(got[0][name], expected[0][name], 1e-7)
+
+
+@pytest.mark.parametrize("rounds", ["two", "alternating"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_was_sent_and_what_is_owed_is_all_there_was(device, dtype, rounds):
+    if device == "cpu" and dtype != torch.float32:
+        pytest.skip("in-place products are for fp32; the plain composition serves, and the laws test it")
+    shapes = SHAPES["odd"]
+    codec = ErrorFeedback(LowRank(2, rounds=rounds, min_compression=0))
+    states: list[State] = [{}, {}, {}]
+    truth: dict[str, Any] = {}
+    delivered: dict[str, Any] = {}
+    for step in range(20):
+        tensors = inputs(shapes, 3, step, device, dtype)
+        for name in tensors[0]:
+            truth[name] = truth.get(name, 0) + sum(t[name].double() for t in tensors) / 3
+        means = run(codec, tensors, states, fast=True)
+        for name, mean in means[0].items():
+            delivered[name] = delivered.get(name, 0) + mean.double()
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    for name in truth:
+        owed = sum(s["residual"][name].double() for s in states) / 3
+        assert states[0]["residual"][name].dtype == torch.float32
+        close(delivered[name] + owed, truth[name], tolerance)
+
+
+@pytest.mark.parametrize("rounds", ["two", "alternating"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_zeros_dependent_columns_and_extremes_stay_finite(device, rounds):
+    codec = ErrorFeedback(LowRank(4, rounds=rounds, min_compression=0))
+    states: list[State] = [{}, {}]
+    shapes = [(40, 48), (48, 40), (64, 33)]
+    for step in range(12):
+        tensors = inputs(shapes, 2, step, device, torch.float32)
+        for t in tensors:
+            if step % 4 == 0:
+                t["w0"].zero_()
+            if step % 3 == 0:
+                t["w1"].copy_(torch.outer(t["w1"][:, 0], t["w1"][0]))  # of rank 1
+            t["w2"].mul_(10.0 ** (20 if step % 2 else -20))
+        for mean in run(codec, tensors, states, fast=True):
+            assert all(x.isfinite().all() for x in mean.values())
+        assert all(x.isfinite().all() for s in states for x in s["residual"].values())
+
+
+@pytest.mark.parametrize("rounds", ["two", "alternating"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_zero_gradient_is_delivered_as_zero_and_forgets_nothing(device, rounds):
+    codec = ErrorFeedback(LowRank(2, rounds=rounds, min_compression=0))
+    states: list[State] = [{}]
+    run(codec, inputs([(40, 48)], 1, 0, device, torch.float32), states, fast=True)
+    states[0]["residual"]["w0"].zero_()
+    tensors = inputs([(40, 48)], 1, 1, device, torch.float32)
+    tensors[0]["w0"].zero_()
+    means = run(codec, tensors, states, fast=True)
+    assert not means[0]["w0"].any()
+    q = states[0]["inner"]["q"]["w0"]
+    assert q.isfinite().all()
+    assert q.any()
+
+
+@pytest.mark.parametrize("rounds", ["two", "alternating"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_overflow_leaves_residuals_and_factors_as_they_were(device, bad, rounds):
+    codec = ErrorFeedback(LowRank(2, rounds=rounds, min_compression=0))
+    states: list[State] = [{}, {}]
+    for step in range(3):
+        run(codec, inputs(SHAPES["odd"], 2, step, device, torch.float32), states, fast=True)
+    kept = [copy.deepcopy(s["residual"]) for s in states]
+    factors = [{n: x.clone() for n, x in s["inner"]["q"].items()} for s in states]
+    tensors = inputs(SHAPES["odd"], 2, 3, device, torch.float32)
+    tensors[1]["w0"][3, 4] = bad
+    means = run(codec, tensors, states, fast=True)
+    assert not means[0]["w0"].isfinite().all()
+    for s, residual, q in zip(states, kept, factors, strict=True):
+        for name in residual:
+            assert torch.equal(s["residual"][name], residual[name])
+            assert torch.equal(s["inner"]["q"][name], q[name])
+    for step in range(4, 7):
+        for mean in run(codec, inputs(SHAPES["odd"], 2, step, device, torch.float32), states, fast=True):
+            assert all(x.isfinite().all() for x in mean.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_new_layout_and_a_saved_state_go_on_where_they_were(device):
+    codec = ByShape(ErrorFeedback(LowRank(2, min_compression=0)))
+    one: list[State] = [{}]
+    other: list[State] = [{}]
+    for step in range(8):
+        whole = inputs(SHAPES["repeated"], 1, step, device, torch.float32)[0]
+        halves = copy.deepcopy(whole)
+        got = run(codec, [whole], one, fast=True)[0]
+        names = list(halves)
+        cut = 3 if step < 4 else 5  # DDP laid its buckets out anew
+        parts: dict[str, Tensor] = {}
+        for some in (names[:cut], names[cut:]):
+            parts |= run(codec, [{n: halves[n] for n in some}], other, fast=True)[0]
+        if step == 5:
+            nest = other[0]["codec"]
+            inner = {k: v for k, v in nest["inner"].items() if not k.startswith("_")}
+            other = [{"codec": copy.deepcopy({"residual": nest["residual"], "inner": inner}), "rest": {}}]
+        for name in names:
+            close(parts[name], got[name], 1e-4)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the call that the interpreter run makes")
+def test_the_kernels_in_tritons_interpreter():
+    pytest.importorskip("triton", reason="Triton is not installed")

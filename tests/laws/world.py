@@ -1,0 +1,161 @@
+"""A world of workers in one process, and tensors of every awkward kind to hand to them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.codecs import Codec
+from laconic.ledger import Ledger
+from laconic.wires import Averaged, Exchange, Mean, State, Tensors, lockstep
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "square.weight": (24, 24),
+    "twin.weight": (24, 24),  # a repeated shape
+    "odd.weight": (17, 29),
+    "deficient.weight": (20, 30),
+    "zero.weight": (16, 18),
+    "one_row.weight": (19, 21),  # an embedding of which one row was used
+    "conv.weight": (16, 8, 3, 3),  # channels_last
+    "turned.weight": (31, 16),  # every second row of a transposed view
+    "narrow.weight": (3, 2),
+    "bias": (13,),
+    "gain": (),
+    "nothing": (0,),
+    "hollow.weight": (0, 5),
+}
+
+
+def tensors(
+    seed: object, dtype: torch.dtype = torch.float32, names: Sequence[str] = tuple(SHAPES)
+) -> dict[str, Tensor]:
+    """Make one worker's tensors: random, and awkward as their names say. `seed` may be any printable value."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    made = {name: normal(*shape) for name, shape in SHAPES.items()}
+    made["deficient.weight"] = normal(20, 1) @ normal(1, 30)
+    made["zero.weight"] = torch.zeros(16, 18, dtype=dtype)
+    made["one_row.weight"][torch.arange(19) != 7] = 0
+    made["conv.weight"] = made["conv.weight"].to(memory_format=torch.channels_last)
+    made["turned.weight"] = normal(16, 62).T[::2]
+    return {name: made[name] for name in names}
+
+
+def carried(codec: Codec) -> list[str]:
+    """Name the tensors that a codec takes: all, or the matrices."""
+    return [name for name, shape in SHAPES.items() if codec.accepts(torch.Size(shape))]
+
+
+Wire = Callable[[Sequence[Exchange]], list[Averaged]]
+
+
+def in_place(exchanges: Sequence[Exchange]) -> list[Averaged]:
+    """Answer as a process group does: over the memory that the codec gave away."""
+    requests = [next(exchange, None) for exchange in exchanges]
+    ends: list[Averaged] = []
+    while not ends:
+        xs = [request.x for request in requests if isinstance(request, Mean)]
+        mean = torch.stack(xs).mean(0, dtype=torch.float64)
+        requests = []
+        for exchange, x in zip(exchanges, xs, strict=True):
+            try:
+                requests.append(exchange.send(x.copy_(mean)))
+            except StopIteration as stop:
+                ends.append(stop.value)
+    return ends
+
+
+def at_once(exchanges: Sequence[Exchange]) -> Exchange:
+    """Put several exchanges of one worker on the wire together: all ask before any is answered."""
+    waiting = {exchange: next(exchange, None) for exchange in exchanges}
+    ends: list[Averaged] = []
+    while waiting:
+        answers = []
+        for exchange, request in waiting.items():
+            assert request is not None, "give it exchanges that ask for something"
+            answers.append((exchange, (yield request)))
+        waiting = {}
+        for exchange, answer in answers:
+            try:
+                waiting[exchange] = exchange.send(answer)
+            except StopIteration as stop:
+                ends.append(stop.value)
+    mean = {name: t for end in ends for name, t in end.mean.items()}
+    return Averaged(mean, dict, lambda: torch.stack([end.finite() for end in ends]).all())
+
+
+@dataclass
+class World:
+    """`workers` copies of one codec, each with a state of its own."""
+
+    codec: Codec
+    workers: int
+    reuse: bool = False
+    """Whether codecs may overwrite their inputs. Fused paths serve only those who say so."""
+    ledger: Ledger = field(default_factory=Ledger)
+    states: list[State] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.states = self.states or [{} for _ in range(self.workers)]
+
+    def average(self, inputs: Sequence[Tensors], *, wire: Wire | None = None) -> list[Averaged]:
+        """Let every worker average its input with the others'."""
+        if self.reuse:
+            inputs = [side_by_side(given) for given in inputs]  # copies, so the caller's stay as they are
+        exchanges = [
+            self.codec.average(given, state, reuse=self.reuse) for given, state in zip(inputs, self.states, strict=True)
+        ]
+        return lockstep(exchanges, self.ledger) if wire is None else wire(exchanges)
+
+    def inputs(self, seed: object, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
+        """Make fresh tensors for each worker, of all kinds that the codec takes."""
+        names = carried(self.codec)
+        return [tensors((seed, self.codec, worker), dtype, names) for worker in range(self.workers)]
+
+
+def side_by_side(given: Tensors) -> dict[str, Tensor]:
+    """Copy tensors to where DDP keeps those of a bucket: views of one flat buffer."""
+    flat = torch.cat([t.reshape(-1) for t in given.values()])
+    pieces = flat.split([t.numel() for t in given.values()])
+    return {name: piece.view(t.shape) for (name, t), piece in zip(given.items(), pieces, strict=True)}
+
+
+def true_mean(inputs: Sequence[Tensors]) -> dict[str, Tensor]:
+    """The exact mean, in float64."""
+    return {name: torch.stack([given[name].double() for given in inputs]).mean(0) for name in inputs[0]}
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Compare nests of dicts, tensors and numbers bit for bit."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+    return bool(a == b)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """A tensor's bytes: a NaN equals itself, and 0 is not -0."""
+    return x.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+def leaves(nest: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Walk a state: the path to each leaf, and the leaf."""
+    if isinstance(nest, Mapping):
+        for key, value in nest.items():
+            yield from leaves(value, (*path, key))
+    else:
+        yield path, nest
+
+
+def residuals(state: State) -> dict[str, Tensor]:
+    """Everything that a state still owes, by the tensor's name."""
+    return {path[-1]: leaf for path, leaf in leaves(state) if "residual" in path}

@@ -1,0 +1,127 @@
+"""What a plan costs, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import laconic
+from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.cost import routed
+from laconic.plans import Plan
+from laconic.schedules import Every, PostLocal
+
+SHAPES = {"w": (100, 50), "b": (50,)}
+DENSE = 4 * 5050
+
+
+@pytest.mark.parametrize(
+    ("text", "sent"),
+    [
+        ("ddp()", DENSE),
+        ("power_sgd(rank=2, rounds='two')", 4 * (2 * 150 + 50)),
+        ("power_sgd(rank=2)", 4 * (150 + 50)),  # P and Q in turns
+        ("power_sgd(rank=2, feedback=False)", 4 * (150 + 50)),
+        ("power_sgd(rank=2, start=10)", 4 * (150 + 50)),  # once it applies
+        ("power_sgd(rank=40)", DENSE),  # would not shrink
+        ("post_local_sgd(period=16)", DENSE / 16),
+        ("post_local_sgd(start=100, period=5)", DENSE / 5),
+        ("Plan(schedule=Every(period=10), codec=Cast('bf16'))", DENSE / 20),
+        ("Plan(schedule=PostLocal(3, 8), codec=LowRank(rank=2))", 4 * (2 * 150 + 50) / 8),
+        ("Plan(schedule=PostLocal(3, 8), codec=ByShape(LowRank(rank=2, rounds='alternating')))", 4 * (150 + 50) / 8),
+        ("Plan(codec=ErrorFeedback(LowRank(rank=2)))", 4 * (2 * 150 + 50)),  # vectors travel exactly
+    ],
+)
+def test_bytes_of_one_step(text: str, sent: float) -> None:
+    assert laconic.sent_bytes(laconic.plan(text), SHAPES) == pytest.approx(sent)
+
+
+def module() -> nn.Module:
+    model = nn.Sequential(nn.Linear(50, 100, bias=False), nn.LayerNorm(25, bias=False), nn.Linear(3, 3))
+    model[2].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda: {"w": (100, 50), "b": (25,)},
+        lambda: {"w": torch.Size([100, 50]), "b": [25]},
+        lambda: {"w": torch.empty(100, 50), "b": torch.empty(25, device="meta")},
+        lambda: (pair for pair in [("w", (100, 50)), ("b", (25,))]),
+        lambda: [("w", torch.empty(50, 100).T), ("b", torch.empty(50)[::2])],
+        lambda: module(),
+        lambda: [(name, p) for name, p in module().named_parameters() if p.requires_grad],
+    ],
+)
+@pytest.mark.parametrize("plan", [laconic.ddp(), laconic.power_sgd(rank=2)], ids=repr)
+def test_tensors_shapes_and_modules_are_understood(given: Callable[[], Any], plan: Plan) -> None:
+    wanted = 4 * 5025 if plan == laconic.ddp() else 4 * (150 + 25)
+    assert laconic.sent_bytes(plan, given()) == wanted
+
+
+def test_nothing_runs_and_nothing_is_allocated() -> None:
+    huge = {"w": (10**6, 10**6), "b": (10**6,)}
+    assert laconic.sent_bytes(laconic.ddp(), huge) == 4 * (10**12 + 10**6)
+    assert laconic.sent_bytes(laconic.power_sgd(rank=4, rounds="two"), huge) == 4 * (4 * 2 * 10**6 + 10**6)
+
+
+def test_each_dtype_counts_its_own_bytes() -> None:
+    mixed = {"a": torch.empty(10, dtype=torch.bfloat16), "b": torch.empty(10), "c": torch.empty(10).double()}
+    assert laconic.sent_bytes(laconic.ddp(), mixed) == 20 + 40 + 80
+    assert laconic.sent_bytes(Plan(codec=Cast("fp16")), mixed) == 60
+
+
+@pytest.mark.parametrize("workers", [2, 3, 100])
+def test_the_payload_does_not_depend_on_how_many_listen(workers: int) -> None:
+    assert laconic.sent_bytes(laconic.power_sgd(), SHAPES, workers) == laconic.sent_bytes(laconic.power_sgd(), SHAPES)
+
+
+def test_a_worker_alone_sends_nothing() -> None:
+    assert laconic.sent_bytes(laconic.ddp(), SHAPES, workers=1) == 0
+
+
+def test_no_tensors_no_bytes() -> None:
+    assert laconic.sent_bytes(laconic.power_sgd(), {}) == 0
+    assert laconic.sent_bytes(laconic.ddp(), {"none": (0, 3)}) == 0
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1.5])
+def test_an_impossible_number_of_workers(workers: Any) -> None:
+    with pytest.raises(ValueError, match="workers"):
+        laconic.sent_bytes(laconic.ddp(), SHAPES, workers)
+
+
+def test_anchored_plans_send_deltas_as_they_are_taken() -> None:
+    plan = Plan(PostLocal(1, 4), Cast("bf16"))
+    assert plan.needs_anchor
+    assert laconic.sent_bytes(plan, SHAPES) == DENSE / 8
+
+
+def test_deltas_of_half_precision_weights_are_fp32() -> None:
+    plan = Plan(PostLocal(1, 4), ByShape(LowRank(rank=1)))
+    assert plan.needs_anchor
+    assert laconic.sent_bytes(plan, {"b": torch.empty(64, dtype=torch.bfloat16)}) == 64 * 4 / 4
+
+
+@pytest.mark.parametrize(
+    ("codec", "runs"),
+    [
+        (Exact(), Exact()),
+        (Cast("bf16"), Cast("bf16")),
+        (LowRank(2), ByShape(LowRank(2))),
+        (ErrorFeedback(LowRank(2)), ByShape(ErrorFeedback(LowRank(2)))),
+        (ByShape(LowRank(2)), ByShape(LowRank(2))),
+        (ErrorFeedback(Cast("fp16")), ErrorFeedback(Cast("fp16"))),
+    ],
+)
+def test_what_a_codec_declines_travels_exactly(codec: Codec, runs: Codec) -> None:
+    assert routed(codec) == runs
+
+
+def test_a_long_period_is_counted_at_once() -> None:
+    assert laconic.sent_bytes(Plan(Every(50_000)), {"w": (50_000,)}) == 4
