@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic.buckets import pack, unpack
+from laconic.kernels.choose import can_collect
 from laconic.text import as_code
 from laconic.wires.wire import Averaged, Exchange, Mean, State, Tensors, all_finite
 
@@ -34,17 +35,30 @@ class Exact:
 
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
         """Average `tensors` as they are."""
+        if reuse and can_collect(tensors):
+            return (yield from self._collected(tensors, state))
         flat = pack(tensors, alias=reuse)
         if flat.numel():  # no collective for nothing
             flat = yield Mean(flat, wide=self.wide)
         mean = unpack(flat, like=tensors)
 
         def own() -> dict[str, Tensor]:
-            if reuse:
-                raise RuntimeError("Exact: the own part was overwritten by the mean. Ask with reuse=False to keep it.")
-            return dict(tensors)
+            return _overwritten() if reuse else dict(tensors)
 
         return Averaged(mean, own, lambda: all_finite({"": flat}))
+
+    def _collected(self, tensors: Tensors, state: State) -> Exchange:
+        """Do the same with many small tensors on CUDA, in one launch there and one back."""
+        from laconic.kernels.collect import Collection  # needs Triton
+
+        known: dict[tuple[str, ...], Collection] = state.setdefault("_collected", {})
+        names = tuple(tensors)
+        collection = known.get(names)
+        if collection is None or not collection.fits(tensors):
+            collection = known[names] = Collection(tensors)
+        flat = yield Mean(collection.gather(tensors), wide=self.wide)
+        collection.scatter(flat)
+        return Averaged(dict(tensors), _overwritten, lambda: all_finite({"": flat}))
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,3 +96,7 @@ class Cast:
             return {name: t.to(self.dtype).to(t.dtype) for name, t in tensors.items()}
 
         return Averaged(mean, own, lambda: all_finite({"": flat}))
+
+
+def _overwritten() -> dict[str, Tensor]:
+    raise RuntimeError("Exact: the own part was overwritten by the mean. Ask with reuse=False to keep it.")

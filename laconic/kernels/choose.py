@@ -42,6 +42,15 @@ def fast_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor],
     return None
 
 
+def can_collect(tensors: Tensors) -> bool:
+    """Tell whether many small tensors on CUDA can be gathered in one launch, and whether that is worth it."""
+    some = next(iter(tensors.values()), None)
+    if some is None or len(tensors) < 4 or some.device.type != "cuda" or not some.dtype.is_floating_point:
+        return False
+    small = sum(t.numel() for t in tensors.values()) < 1 << 22
+    return small and all(t.is_contiguous() and t.numel() for t in tensors.values()) and _has_triton()
+
+
 @cache
 def _has_triton() -> bool:
     if importlib.util.find_spec("triton") is not None:

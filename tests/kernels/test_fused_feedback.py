@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.codecs import ByShape, ErrorFeedback, LowRank
+from laconic.codecs import ByShape, ErrorFeedback, Exact, LowRank
 from laconic.codecs.orthonormal import orthonormal
 from laconic.wires import lockstep
 from laconic.wires.wire import State
@@ -216,6 +216,23 @@ def test_a_new_layout_and_a_saved_state_go_on_where_they_were(device):
             other = [{"codec": copy.deepcopy({"residual": nest["residual"], "inner": inner}), "rest": {}}]
         for name in names:
             close(parts[name], got[name], 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="no GPU here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_small_tensors_are_collected_and_averaged_in_place(dtype):
+    states: list[State] = [{}, {}]
+    for step in range(3):
+        shapes = [(7,), (1500,), (1,), (33, 3), (4096,)]
+        plain = [{f"v{i}": torch.randn(s, device="cuda").to(dtype) for i, s in enumerate(shapes)} for _ in range(2)]
+        given = copy.deepcopy(plain)
+        expected = lockstep([Exact().average(t, {}) for t in plain])[0].mean
+        ends = lockstep([Exact().average(t, s, reuse=True) for t, s in zip(given, states, strict=True)])
+        for name, mean in expected.items():
+            assert torch.equal(ends[0].mean[name], mean)
+            assert ends[0].mean[name] is given[0][name]
+        assert "_collected" in states[0], step
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the call that the interpreter run makes")
