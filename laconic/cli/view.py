@@ -9,16 +9,17 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from laconic.cli.results import closing_table, human_bytes
-from laconic.lab.progress import Progress
+from laconic.cli.cells import cells_of, plain_line, sparkline
+from laconic.cli.results import closing_table
 from laconic.lab.training import Outcome
+from laconic.lab.units import human_bytes
+from laconic.reporting import Progress
 
 PLAIN_WIDTH = 120
-BAR_WIDTH = 12
-PLAIN_LINES = 10  # for one run
+TREND_WIDTH = 8
+PLAIN_LINES = 10  # for one run of known length
 PLAIN_SECONDS = 10.0  # and one at least this often
 
 
@@ -32,6 +33,9 @@ class Row:
 
 class View(Protocol):
     """Shows runs that come one after another."""
+
+    def say(self, line: str) -> None:
+        """Something to know about all of them."""
 
     def start(self) -> None:
         """Called once, before the first run."""
@@ -51,6 +55,9 @@ class View(Protocol):
 
 class SilentView:
     """Shows nothing: for the workers under torchrun that are not worker 0."""
+
+    def say(self, line: str) -> None:
+        """Nothing."""
 
     def start(self) -> None:
         """Nothing."""
@@ -81,16 +88,21 @@ class PlainView:
 
     def progress(self, row: Row, progress: Progress) -> None:
         """Prints a line if the row has been silent for a tenth of its steps, or for ten seconds."""
+        if row not in self._labels:
+            return
         step, second = self._next.get(row, (0, 0.0))
         now = time.monotonic()
-        if progress.step >= step or now >= second or progress.step == progress.steps:
-            self._next[row] = (progress.step + max(1, progress.steps // PLAIN_LINES), now + PLAIN_SECONDS)
-            self._say(plain_line(self._labels[row], progress))
+        if progress.step >= step or now >= second or progress.ended:
+            self._next[row] = (
+                progress.step + (max(1, progress.steps // PLAIN_LINES) if progress.steps else 10**9),
+                now + PLAIN_SECONDS,
+            )
+            self.say(plain_line(self._labels[row], progress))
 
     def finish(self, outcome: Outcome) -> None:
         """Prints how the run went."""
-        self._say(
-            f"{outcome.plan} done validation_loss={outcome.loss_start:.3f}->{outcome.loss_final:.3f} "
+        self.say(
+            f"{outcome.plan} done {outcome.loss_of}_loss={outcome.loss_start:.3f}->{outcome.loss_final:.3f} "
             f"sent={human_bytes(outcome.sent_bytes)} took={outcome.seconds:.1f}s"
         )
 
@@ -101,7 +113,8 @@ class PlainView:
         """Prints the closing table."""
         self._console.print(closing_table(outcomes))
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Prints a line."""
         try:
             self._console.print(line, markup=False, soft_wrap=True)
         except BrokenPipeError:  # as in `laconic compare | head`: the run goes on unseen
@@ -115,7 +128,12 @@ class LiveView:
         self._console = Console()
         self._labels = labels
         self._latest: dict[Row, Progress] = {}
+        self._losses: dict[Row, list[float]] = {row: [] for row in labels}
         self._live = Live(console=self._console, get_renderable=self._table, refresh_per_second=8, transient=True)
+
+    def say(self, line: str) -> None:
+        """Prints a line above the table."""
+        self._console.print(line, markup=False, soft_wrap=True)
 
     def start(self) -> None:
         """Starts to draw."""
@@ -123,7 +141,9 @@ class LiveView:
 
     def progress(self, row: Row, progress: Progress) -> None:
         """Notes it for the next redraw."""
-        self._latest[row] = progress
+        if row in self._labels:
+            self._latest[row] = progress
+            self._losses[row].append(progress.loss)
 
     def finish(self, outcome: Outcome) -> None:
         """Nothing: the row already shows its last step."""
@@ -137,54 +157,25 @@ class LiveView:
         self._console.print(closing_table(outcomes))
 
     def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False)
-        for heading in ("", "", "step", "loss", "tokens/s", "sent", "left"):
-            table.add_column(heading, justify="left" if heading == "" else "right")
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("", overflow="fold")
+        table.add_column("", no_wrap=True, width=TREND_WIDTH)
+        for heading in ("step", "loss", "tokens/s", "talk", "sent", "MB/s", "left"):
+            table.add_column(heading, justify="right", no_wrap=True)
         for row, label in self._labels.items():
             progress = self._latest.get(row)
             if progress is None:
-                table.add_row(escape(label), ProgressBar(width=BAR_WIDTH, completed=0), *["-"] * 5)
+                table.add_row(escape(label), "", *["-"] * 7)
             else:
                 cells = cells_of(progress)
-                bar = ProgressBar(total=progress.steps, completed=progress.step, width=BAR_WIDTH)
-                table.add_row(escape(label), bar, cells.step, cells.loss, cells.tokens, cells.sent, cells.left)
+                trend = f"[cyan]{sparkline(self._losses[row], TREND_WIDTH)}[/cyan]"
+                numbers = (cells.step, cells.loss, cells.tokens, cells.talking, cells.sent, cells.rate, cells.left)
+                table.add_row(escape(label), trend, *numbers)
         return table
 
 
-@dataclass(frozen=True)
-class Cells:
-    """A progress in words."""
-
-    step: str
-    loss: str
-    tokens: str
-    sent: str
-    left: str
-
-
-def cells_of(progress: Progress) -> Cells:
-    """The words for each number."""
-    return Cells(
-        step=f"{progress.step}/{progress.steps}",
-        loss=f"{progress.loss:.3f}",
-        tokens=f"{progress.tokens_per_s:,.0f}",
-        sent=human_bytes(progress.sent_bytes),
-        left=f"{progress.seconds_left:.0f}s",
-    )
-
-
-def plain_line(label: str, progress: Progress) -> str:
-    """The progress as one line of words and values.
-
-    >>> now = Progress(worker=0, step=1, steps=3, loss=5.5, tokens_per_s=900, sent_bytes=8, seconds=2)
-    >>> plain_line("ddp()", now)
-    'ddp() step=1/3 loss=5.500 tokens/s=900 sent=8 B left=4s'
-    """
-    cells = cells_of(progress)
-    numbers = f"loss={cells.loss} tokens/s={cells.tokens} sent={cells.sent} left={cells.left}"
-    return f"{label} step={cells.step} {numbers}"
-
-
 def make_view(labels: Mapping[Row, str], plain: bool) -> View:
-    """The view that fits where stdout goes."""
-    return PlainView(labels) if plain or not sys.stdout.isatty() else LiveView(labels)
+    """The view that fits where stdout goes: a terminal, a notebook's cell, or anything else."""
+    console = Console()
+    moving = sys.stdout.isatty() or console.is_jupyter
+    return LiveView(labels) if moving and not plain else PlainView(labels)

@@ -18,19 +18,24 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from laconic.lab.progress import Reporter, Tail, progress_file
+from laconic.channel import Reporter, progress_file, seconds_file
+from laconic.lab.namespaces import Hosts, enter
+from laconic.lab.progress import Tail
 from laconic.lab.settings import LabError, Settings
 from laconic.lab.training import Outcome, start_group, train
+from laconic.links import Link
 
 HOST = "127.0.0.1"
 LET_THE_CULPRIT_SPEAK_S = 0.5
@@ -52,19 +57,37 @@ class Stopped(BaseException):
         self.signal_number = signal_number
 
 
-def launch(settings: Settings, folder: Path, port: int = 0) -> Outcome:
+@dataclass(frozen=True)
+class Network:
+    """What the workers of a run talk over: this machine's loopback, or hosts of their own, or a computed link.
+
+    `port` is where the launcher meets its workers; 0 takes any free one.
+    """
+
+    port: int = 0
+    hosts: Hosts | None = None
+    computed: Link | None = None
+
+    @property
+    def clock(self) -> str:
+        """What is known of the seconds: "measured", or "computed" as far as the link goes."""
+        return "measured" if self.computed is None else "computed"
+
+
+LOOPBACK = Network()
+
+
+def launch(settings: Settings, folder: Path, network: Network = LOOPBACK) -> Outcome:
     """Runs `settings.workers` processes to the end and returns worker 0's outcome.
 
-    `folder` takes their progress and their logs. `port` is where they find each other; 0 takes any free one.
+    `folder` takes their progress and their logs.
     """
-    check_port(port)
-    # With the shared store, a second generation of workers reads the addresses of the first (pytorch#135712).
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     _warm_up()
     started_by_others = set(multiprocessing.active_children())
     try:
-        with _launcher_silenced():
-            outcomes = elastic_launch(_launch_config(settings, folder, port), _work)(settings, str(folder), _link())
+        outcomes = run_elastic(
+            settings.workers, folder, network.port, _work, settings, str(folder), network, card_here()
+        )
     except ChildFailedError as error:
         raise _worker_error(error, settings, folder) from None
     finally:
@@ -73,6 +96,18 @@ def launch(settings: Settings, folder: Path, port: int = 0) -> Outcome:
             process.join()
     outcome: Outcome = outcomes[0]
     return outcome
+
+
+def run_elastic(
+    workers: int, folder: Path, port: int, program: Callable[..., object] | str, *arguments: object
+) -> dict[int, Any]:
+    """Runs a function, or a command, on each worker through torch's elastic launcher; returns what they returned."""
+    check_port(port)
+    # With the shared store, a second generation of workers reads the addresses of the first (pytorch#135712).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    with _launcher_silenced():
+        returned: dict[int, Any] = elastic_launch(_launch_config(workers, folder, port), program)(*arguments)
+    return returned
 
 
 def check_port(port: int) -> None:
@@ -110,11 +145,11 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _launch_config(settings: Settings, folder: Path, port: int) -> LaunchConfig:
+def _launch_config(workers: int, folder: Path, port: int) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=settings.workers,
+        nproc_per_node=workers,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint=f"{HOST}:{port}",
@@ -127,8 +162,8 @@ def _launch_config(settings: Settings, folder: Path, port: int) -> LaunchConfig:
     )
 
 
-def _link() -> str | None:
-    """The network interface that workers talk over: the one asked for, else the loopback.
+def card_here() -> str | None:
+    """The network card that workers talk over: the one asked for, else the loopback.
 
     The workers of one machine need no name lookup and no network, and a laptop's host name may lead nowhere.
     """
@@ -167,15 +202,17 @@ def _launcher_silenced() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _work(settings: Settings, folder: str, link: str | None) -> Outcome:
+def _work(settings: Settings, folder: str, network: Network, card: str | None) -> Outcome:
     """What runs in each worker process."""
-    if link is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = link
     worker = int(os.environ["RANK"])
+    if network.hosts is not None:
+        enter(network.hosts, worker)
+    elif card is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = card
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C a worker just ends; the main process does the talking
     _leave_with_parent()
     try:
-        return _train_in_group(settings, progress_file(Path(folder), worker))
+        return _train_in_group(settings, Path(folder), worker, network.computed)
     except Exception as error:
         if _blames_another(error):
             time.sleep(LET_THE_CULPRIT_SPEAK_S)  # the launcher names the first to go: let that be the cause
@@ -183,11 +220,14 @@ def _work(settings: Settings, folder: str, link: str | None) -> Outcome:
         raise
 
 
-def _train_in_group(settings: Settings, path: Path) -> Outcome:
+def _train_in_group(settings: Settings, folder: Path, worker: int, computed: Link | None) -> Outcome:
     start_group()
     try:
-        with path.open("w") as file:
-            return train(settings, Reporter(file))
+        with (
+            progress_file(folder, worker).open("w") as progress,
+            seconds_file(folder, worker).open("wb", buffering=0) as seconds,
+        ):
+            return train(settings, Reporter(progress), computed, seconds)
     finally:
         dist.destroy_process_group()
 
@@ -228,6 +268,13 @@ def _last_words(failure: ProcessFailure, folder: Path, worker: int) -> str:
     path = _last_words_file(folder, worker)
     if path.exists():
         return " ".join(path.read_text().split()).rstrip(".")
-    if failure.exitcode < 0:
-        return f"killed by {signal.Signals(-failure.exitcode).name}"
-    return f"it left with exit code {failure.exitcode}"
+    return killed_by(failure.exitcode)
+
+
+def killed_by(exit_code: int) -> str:
+    """How a process ended, in words.
+
+    >>> killed_by(-9), killed_by(3)
+    ('killed by SIGKILL', 'it left with exit code 3')
+    """
+    return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"it left with exit code {exit_code}"

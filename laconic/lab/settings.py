@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import laconic
+from laconic.reporting import Goal
 
 MODELS = ("gpt", "resnet")
 MOST_WORKERS = 16  # on any machine; more need cores to show for it, or --oversubscribe
@@ -46,6 +47,8 @@ class Settings:
     seed: int = 0
     data: Path | None = None
     bucket_mb: float = 25.0
+    seconds: float | None = None
+    until_loss: float | None = None
 
     def __post_init__(self) -> None:
         laconic.plan(self.plan)
@@ -53,6 +56,7 @@ class Settings:
             _at_least_one(name, getattr(self, name))
         _positive("lr", self.lr)
         _positive("bucket-mb", self.bucket_mb)
+        check_goal(self.seconds, self.until_loss)
         if not 0 <= self.seed < 2**63:
             raise LabError(f"--seed {self.seed}: a seed is between 0 and 2**63 - 1. Use --seed 0.")
         if self.model not in MODELS:
@@ -64,6 +68,19 @@ class Settings:
                 f"--model {self.model} --data {self.data}: the ResNet trains on the digits that it brings, "
                 "not on text. Leave out --data, or use --model gpt."
             )
+
+    @property
+    def goal(self) -> Goal:
+        """When the run has done enough. The learning rate follows the steps, whatever ends the run."""
+        return Goal(self.steps, self.seconds, self.until_loss)
+
+
+def check_goal(seconds: float | None, until_loss: float | None) -> None:
+    """Refuses what no run could reach."""
+    if seconds is not None:
+        _positive("seconds", seconds)
+    if until_loss is not None:
+        _positive("until-loss", until_loss)
 
 
 def _at_least_one(name: str, value: int) -> None:

@@ -8,10 +8,10 @@ do not, no averaging that the plan did not ask for flatters it.
 """
 
 import math
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 import laconic
-from laconic.lab.progress import Progress
 from laconic.lab.settings import Settings, usable_cores
 from laconic.lab.tasks import Task, loss_of, make_task, validation_loss
+from laconic.links import Link
+from laconic.reporting import Ending, Progress, Reporting, Watch, control_group
 
 WARM_UP_STEPS = 20
 LAST_LR_SHARE = 0.1
@@ -35,7 +36,12 @@ class Outcome:
 
     Bytes are those of one worker, tokens those of all (an image counts as one); seconds are of training alone,
     without start-up and evaluation.
-    `sent_bytes` is what the worker handed to collectives, `wire_bytes` what these put on the network for it.
+    `sent_bytes` is what the worker handed to collectives, `wire_bytes` what these put on the network for it,
+    `network_bytes` the same with the headers of gloo and TCP, and `interface_bytes` what the network card counted in
+    the same time, where each worker has one of its own.
+    `talking_seconds` is the time during which something was on its way, computing or not; `waiting_seconds` the part
+    of it that went into waiting for slower workers. The losses are those of `loss_of`.
+    With `clock` "computed", the link's seconds are computed from the bytes and the rest is measured.
     """
 
     plan: str
@@ -50,6 +56,34 @@ class Outcome:
     wire_bytes: int
     loss_start: float
     loss_final: float
+    loss_of: str = "validation"
+    ended: Ending = "steps"
+    until_loss: float | None = None
+    link: str | None = None
+    clock: str = "measured"
+    waiting_seconds: float | None = None
+    network_bytes: int = 0
+    interface_bytes: int | None = None
+    level_bytes: dict[str, int] = field(default_factory=dict)
+    uplink_bytes: dict[str, int] = field(default_factory=dict)
+    wire_bytes_by_worker: tuple[int, ...] = ()
+    interface_bytes_by_worker: tuple[int, ...] = ()
+    curve: tuple["Point", ...] = ()
+
+    @property
+    def reached(self) -> bool:
+        """Whether the run ended because it had reached the loss that it was to reach."""
+        return self.ended == "loss"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a run's curve: the smoothed training loss at a step, and what it had cost one worker by then."""
+
+    step: int
+    seconds: float
+    loss: float
+    wire_bytes: int
 
 
 def start_group() -> None:
@@ -57,31 +91,45 @@ def start_group() -> None:
     dist.init_process_group("gloo", timeout=PATIENCE)
 
 
-def train(settings: Settings, report: Callable[[Progress], None]) -> Outcome:
-    """Trains as one worker of the process group that is already there, and says how it went."""
+def train(
+    settings: Settings,
+    report: Callable[[Progress], None],
+    computed: Link | None = None,
+    seconds: IO[bytes] | None = None,
+) -> Outcome:
+    """Trains as one worker of the process group that is already there, and says how it went.
+
+    With `computed`, the clock also counts what that link would take; `seconds` takes those of each collective.
+    """
     torch.set_num_threads(max(1, usable_cores() // settings.workers))
     task = make_task(settings)
+    control = control_group(dist.group.WORLD)
     model = DistributedDataParallel(task.model, bucket_cap_mb=settings.bucket_mb)
     optimizer = AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
     plan = laconic.plan(settings.plan)
-    loss_start = _mean_over_workers(validation_loss(task.model, task.validation))
-    with laconic.attach(plan, model, optimizer) as talk:
-        seconds = _run_steps(settings, task, model, optimizer, talk.ledger, report)
-        ledger = talk.ledger
-    loss_final = _mean_over_workers(validation_loss(task.model, task.validation))
+    loss_start = _mean_over_workers(validation_loss(task.model, task.validation), control)
+    ledger = Watch(computed, seconds)
+    with laconic.attach(plan, model, optimizer, ledger=ledger):
+        reporting = Reporting(report, ledger, settings.goal, control)
+        last = _run_steps(settings, task, model, optimizer, reporting)
+    loss_final = _mean_over_workers(validation_loss(task.model, task.validation), control)
     return Outcome(
         plan=str(plan),
         model=settings.model,
         parameters=sum(p.numel() for p in task.model.parameters()),
         workers=settings.workers,
-        steps=settings.steps,
-        seconds=seconds,
-        talking_seconds=ledger.seconds,
-        tokens_per_s=settings.steps * task.tokens_per_step * settings.workers / seconds,
-        sent_bytes=ledger.payload_bytes,
-        wire_bytes=ledger.wire_bytes,
+        steps=last.step,
+        seconds=last.seconds,
+        talking_seconds=last.talking_s,
+        tokens_per_s=last.tokens_per_s * settings.workers,
+        sent_bytes=last.sent_bytes,
+        wire_bytes=last.wire_bytes,
+        network_bytes=last.wire_bytes + last.framing_bytes,
         loss_start=loss_start,
         loss_final=loss_final,
+        ended=last.ended,
+        until_loss=settings.until_loss,
+        level_bytes=last.level_bytes,
     )
 
 
@@ -90,32 +138,20 @@ def _run_steps(
     task: Task,
     model: DistributedDataParallel,
     optimizer: Optimizer,
-    ledger: laconic.Ledger,
-    report: Callable[[Progress], None],
-) -> float:
-    """The training loop. Returns its seconds."""
+    reporting: Reporting,
+) -> Progress:
+    """The training loop. Returns where it ended."""
     worker = dist.get_rank()
-    began = time.perf_counter()
-    seconds = 0.0
     for step in range(1, settings.steps + 1):
         _set_lr(optimizer, settings.lr * lr_share(step, settings.steps))
         loss = loss_of(model, task.draw(worker, step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seconds = time.perf_counter() - began
-        report(
-            Progress(
-                worker=worker,
-                step=step,
-                steps=settings.steps,
-                loss=loss.item(),
-                tokens_per_s=step * task.tokens_per_step / seconds,
-                sent_bytes=ledger.payload_bytes,
-                seconds=seconds,
-            )
-        )
-    return seconds
+        told = reporting.step(step, loss.item(), task.tokens_per_step)
+        if told.ended:
+            return told
+    raise AssertionError("the last step ends a run")
 
 
 def lr_share(step: int, steps: int) -> float:
@@ -136,9 +172,10 @@ def _set_lr(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def _mean_over_workers(value: float) -> float:
+def _mean_over_workers(value: float, control: dist.ProcessGroup | None) -> float:
     total = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total)
+    if control is not None:
+        dist.all_reduce(total, group=control)
     return _float(total / dist.get_world_size())
 
 

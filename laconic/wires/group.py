@@ -104,6 +104,7 @@ class Conductor:
         self._active: list[_Running] = []
         self._broken: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._stop: Callable[[], object] | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def submit(self, exchange: Exchange, phase: str, value: Tensor) -> Future[Tensor]:
@@ -147,16 +148,17 @@ class Conductor:
 
     def close(self) -> None:
         """End the thread. The group itself goes with torch's `destroy_process_group`."""
-        if self._thread is not None:
-            self._queue.put(_Stop())
-            self._thread.join(timeout=10)
-            self._thread = None
+        if self._stop is not None:
+            self._stop()
+        self._stop = self._thread = None
 
     def _ensure_thread(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), self._queue), daemon=True)
             self._thread.name = f"laconic-conductor-{self.level}"
             self._thread.start()
+            # Also at the interpreter's exit, for loops that never detach: a thread that outlives it aborts the process.
+            self._stop = weakref.finalize(self, _stop, self._queue, self._thread)
 
     def _run_inline(self, running: _Running) -> None:
         value = running.promise.values[0]
@@ -286,6 +288,12 @@ class Conductor:
         mean = (parts[0] + (parts[1:] - parts[0]).sum(0).div_(self.workers)).to(x.dtype)
         yield dist.all_gather(list(padded.view(self.workers, share).unbind()), mean, group=self.group, async_op=True)
         return padded[: flat.numel()].view(x.shape)
+
+
+def _stop(items: queue.SimpleQueue[_Running | _Flush | _Stop], thread: threading.Thread) -> None:
+    items.put(_Stop())
+    if thread is not threading.current_thread():
+        thread.join(timeout=10)
 
 
 def new_future(value: Tensor) -> Future[Tensor]:

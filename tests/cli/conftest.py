@@ -26,6 +26,12 @@ class Ended:
 Run = Callable[..., Ended]
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path_factory) -> None:
+    """What a stopped comparison remembers stays within the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture
 def here(monkeypatch, capsys) -> Run:
     """Runs `laconic` with these arguments in this process."""

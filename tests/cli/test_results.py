@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from laconic.cli.results import check_writable, closing_table, human_bytes, times_fewer, write_json
+from laconic.cli.results import check_writable, closing_table, write_json
 from laconic.lab.settings import LabError
 from laconic.lab.training import Outcome
+from laconic.lab.units import human_bytes, times_fewer
 
 DDP = Outcome(
     plan="ddp()",

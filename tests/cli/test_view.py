@@ -5,10 +5,13 @@ import sys
 from dataclasses import replace
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
+from rich.text import Text
 
+from laconic.cli.cells import plain_line, sparkline
 from laconic.cli.view import LiveView, PlainView, Row, SilentView, make_view
-from laconic.lab.progress import Progress
+from laconic.reporting import Progress
 
 LABELS = {Row(0, 0): "ddp()", Row(1, 0): "power_sgd(rank=4)"}
 NOW = Progress(worker=0, step=1, steps=200, loss=2.0, tokens_per_s=1234.0, sent_bytes=5000, seconds=1.0)
@@ -30,11 +33,12 @@ def test_the_view_fits_where_stdout_goes(monkeypatch):
 def test_plain_lines_are_some_ten_for_a_run_and_include_the_last(capsys):
     view = PlainView(LABELS)
     for step in range(1, 201):
-        view.progress(Row(0, 0), replace(NOW, step=step))
+        view.progress(Row(0, 0), replace(NOW, step=step, ended="steps" if step == 200 else ""))
+        view.progress(Row(0, 1), replace(NOW, step=step))  # a worker without a row
     view.progress(Row(1, 0), NOW)
     lines = capsys.readouterr().out.splitlines()
     assert 10 <= len(lines) <= 13
-    assert lines[0] == "ddp() step=1/200 loss=2.000 tokens/s=1,234 sent=5 kB left=199s"
+    assert lines[0] == "ddp() step=1/200 loss=2.000 tokens/s=1,234 talking=0% sent=5 kB MB/s=0.00 left=199s"
     assert lines[-2].startswith("ddp() step=200/200")
     assert lines[-1].startswith("power_sgd(rank=4) step=1/200")
 
@@ -56,15 +60,34 @@ def test_the_live_table_fits_eighty_columns_and_shows_who_waits(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     view = LiveView(LABELS)
     view.start()
-    view.progress(Row(0, 0), replace(NOW, step=100))
+    for step in range(1, 101):
+        view.progress(Row(0, 0), replace(NOW, step=step, loss=5 - step / 50, talking_s=0.25, wire_bytes=1_500_000))
+    view.progress(Row(0, 3), NOW)
     view.close()
     text = screen.getvalue()
-    for words in ("ddp()", "100/200", "2.000", "1,234", "5 kB", "1s", "power_sgd(rank=4)"):
+    for words in ("ddp()", "▇▆▅▄", "100/200", "3.000", "1,234", "25%", "5 kB", "1.50", "1s", "power_sgd(rank=4)"):
         assert words in text
+    assert max(map(cell_len, Text.from_ansi(text).plain.splitlines())) <= 80
+
+
+def test_words_for_a_run_of_unknown_length():
+    assert plain_line("x", replace(NOW, steps=0)).endswith(
+        "step=1 loss=2.000 tokens/s=1,234 talking=0% sent=5 kB MB/s=0.00 left=-"
+    )
+    assert plain_line("x", replace(NOW, steps=0, seconds_limit=9.0)).endswith("left=8s")
+    assert plain_line("x", replace(NOW, ended="loss")).endswith("left=done")
+
+
+def test_a_sparkline_needs_numbers():
+    assert sparkline([], width=8) == ""
+    assert sparkline([float("nan"), float("inf")], width=8) == ""
+    assert sparkline([1.0] * 100, width=8) == "▁" * 8
+    assert sparkline([float("nan"), 2.0, 1.0], width=8) == "█▁"
 
 
 @pytest.mark.parametrize("call", ["start", "close"])
 def test_silence(call, capsys):
     getattr(SilentView(), call)()
     SilentView().progress(Row(0, 0), NOW)
+    SilentView().say("something")
     assert capsys.readouterr().out == ""

@@ -6,54 +6,20 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from laconic.lab.launch import Stopped, WorkerError, check_port, launch, stoppable
 from laconic.lab.settings import LabError, Settings
+from tests.lab.processes import descendants, eventually, process_table
 
 ROOT = Path(__file__).parents[2]
 TINY = Settings(plan="ddp()", workers=2, steps=3, layers=1, width=16, heads=1, context=16)
 LONG = ["train", "--workers", "2", "--steps", "100000", "--layers", "1", "--width", "16", "--heads", "1"]
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc to find processes")
-
-
-def process_table() -> Iterator[tuple[int, int]]:
-    """(id, parent's id) of every process that is running and not just waiting to be buried."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if state != "Z":
-                yield int(entry.name), int(parent)
-
-
-def descendants(pid: int) -> set[int]:
-    children: dict[int, list[int]] = {}
-    for process, parent in process_table():
-        children.setdefault(parent, []).append(process)
-    found: set[int] = set()
-    waiting = [pid]
-    while waiting:
-        fresh = children.get(waiting.pop(), [])
-        found.update(fresh)
-        waiting.extend(fresh)
-    return found
-
-
-def eventually(true: Callable[[], object], seconds: float = 30) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if true():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.fixture

@@ -4,7 +4,9 @@ import json
 import time
 from dataclasses import asdict, replace
 
-from laconic.lab.progress import Progress, Reporter, Tail, following, progress_file
+from laconic.channel import Reporter, progress_file
+from laconic.lab.progress import Tail, following
+from laconic.reporting import Progress
 
 NOW = Progress(worker=0, step=1, steps=4, loss=2.0, tokens_per_s=10.0, sent_bytes=5, seconds=1.0)
 
@@ -25,13 +27,15 @@ def test_a_tail_reads_each_line_once_and_waits_for_its_end(tmp_path):
     assert tail.news() == [replace(NOW, step=2)]
 
 
-def test_a_reporter_skips_what_comes_too_fast_but_never_the_last(tmp_path):
+def test_a_reporter_writes_every_step_and_lets_the_last_be_seen_at_once(tmp_path):
     path = progress_file(tmp_path, worker=0)
     with path.open("w") as file:
         report = Reporter(file)
-        for step in (1, 2, 3, 4):
+        for step in (1, 2, 3):
             report(replace(NOW, step=step))
-    assert [progress.step for progress in Tail(path).news()] == [1, 4]
+        assert [progress.step for progress in Tail(path).news()] == [1]
+        report(replace(NOW, step=4))
+        assert [progress.step for progress in Tail(path).news()] == [1, 2, 3, 4]
 
 
 def test_following_shows_everything_up_to_the_end(tmp_path):

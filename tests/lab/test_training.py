@@ -5,9 +5,9 @@ import math
 import pytest
 import torch.distributed as dist
 
-from laconic.lab.progress import Progress
 from laconic.lab.settings import Settings
 from laconic.lab.training import lr_share, train
+from laconic.reporting import Progress
 
 TINY = Settings(plan="ddp()", workers=1, steps=6, layers=1, width=16, heads=1, context=16)
 

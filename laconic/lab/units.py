@@ -1,0 +1,35 @@
+"""Numbers as people write them."""
+
+
+def human_bytes(count: float) -> str:
+    """A number of bytes as people write it.
+
+    >>> [human_bytes(n) for n in (999, 3_276_800, 629_145_600)]
+    ['999 B', '3.28 MB', '629 MB']
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def times_fewer(first: int, other: int) -> str:
+    """How many times fewer bytes `other` is than `first`.
+
+    >>> times_fewer(1000, 31), times_fewer(1000, 1000), times_fewer(1000, 0)
+    ('32.3x', '1.0x', '-')
+    """
+    return f"{first / other:.1f}x" if other else "-"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them.
+
+    >>> duration(8.25), duration(41.3), duration(235)
+    ('8.2 s', '41 s', '3 min 55 s')
+    """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{rest} s" if not minutes else f"{minutes} min {rest} s" if rest else f"{minutes} min"

@@ -1,0 +1,74 @@
+"""docs/compare.md: its commands are understood, its names exist, its pictures are there."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields
+
+import pytest
+
+from laconic.cli.running import Surroundings
+from laconic.lab.script import Script
+from laconic.lab.training import Outcome
+from laconic.lab.unfinished import Run
+from tests.cli.conftest import ROOT
+
+TEXT = (ROOT / "docs" / "compare.md").read_text()
+BLOCKS = [block for block in re.findall(r"```\n(.*?)```", TEXT, re.DOTALL) if block.startswith("laconic ")]
+OPTIONS = sorted(set(re.findall(r"`(--[a-z-]+)[ `]", TEXT)))
+
+
+@pytest.fixture
+def understood(monkeypatch) -> list[tuple[Sequence[Run], Surroundings]]:
+    """What `compare` would have run."""
+    calls: list[tuple[Sequence[Run], Surroundings]] = []
+    monkeypatch.setattr("laconic.cli.compare.run_all", lambda runs, around, labels: calls.append((runs, around)))
+    return calls
+
+
+def test_its_commands_are_understood(here, understood, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert len(BLOCKS) == 2
+    for block in BLOCKS:
+        ended = here(*shlex.split(block.replace("\\\n", " "))[1:])
+        assert (ended.code, ended.err) == (0, "")
+    (three, around), (own, _) = understood
+    assert [run.plan for run in three] == ["ddp()", "power_sgd(rank=4)", "post_local_sgd(period=16)"]
+    assert (three[0].workers, three[0].goal.loss, str(around.link)) == (4, 2.6, "10mbit")
+    assert isinstance(own[0], Script)
+    assert own[0].arguments == ("--your", "--arguments")
+
+
+def test_its_options_exist(here, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    known = here("compare", "--help").out
+    assert len(OPTIONS) > 8
+    assert [option for option in OPTIONS if option not in known] == []
+
+
+def test_its_numbers_are_in_the_json():
+    table = TEXT[TEXT.index("| in `--json` |") : TEXT.index("`network_bytes` and")]
+    named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert len(named) == 9
+    assert set(named) <= {field.name for field in fields(Outcome)}
+
+
+def test_its_three_lines_are_those_of_the_example():
+    example = (ROOT / "examples" / "own_script.py").read_text()
+    added = [line[2:].strip() for line in TEXT.splitlines() if line.startswith("+ ")]
+    assert added == [
+        "import laconic",
+        "talk = laconic.attach(laconic.plan_from_env(), model, optimizer)",
+        "if talk.report(loss=loss): break",
+    ]
+    assert added[0] in example
+    assert added[1] in example
+    assert "if talk.report(loss=loss" in example
+
+
+def test_its_pictures_are_there_and_small():
+    pictures = re.findall(r"\((images/[^)]+)\)", TEXT)
+    assert len(pictures) == 4
+    for picture in pictures:
+        assert 10_000 < (ROOT / "docs" / picture).stat().st_size < 200_000
