@@ -9,7 +9,7 @@ was heard (`outer`), and with whom. `attach` puts it on a model and an optimizer
 """
 
 from laconic.attach import Talk, attach
-from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized
+from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
 from laconic.cost import sent_bytes
 from laconic.ledger import Ledger
 from laconic.outer import Adopt
@@ -33,7 +33,6 @@ __all__ = [
     "Plan",
     "PlanError",
     "PostLocal",
-    "Quantized",
     "Talk",
     "attach",
     "ddp",

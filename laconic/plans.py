@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from inspect import signature
 from typing import Literal
 
-from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized
+from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
 from laconic.outer import Adopt, Outer
 from laconic.schedules import Every, Payload, PostLocal, Schedule
 from laconic.text import PlanError, as_code, call, parse
@@ -132,7 +132,7 @@ _METHODS: dict[str, tuple[Callable[..., Plan], Callable[[Plan], dict[str, object
 _VOCABULARY: dict[str, Callable[..., object]] = {
     **{name: method for name, (method, _) in _METHODS.items()},
     **{kind.__name__: kind for kind in (Plan, Every, PostLocal, Adopt)},
-    **{kind.__name__: kind for kind in (Exact, Cast, LowRank, Quantized, ErrorFeedback, ByShape, Batched)},
+    **{kind.__name__: kind for kind in (Exact, Cast, LowRank, ErrorFeedback, ByShape, Batched)},
 }
 _ALWAYS_SHOWN = ("rank", "period")
 

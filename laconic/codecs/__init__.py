@@ -6,6 +6,5 @@ from laconic.codecs.codec import Codec
 from laconic.codecs.exact import Cast, Exact
 from laconic.codecs.feedback import ErrorFeedback
 from laconic.codecs.low_rank import LowRank
-from laconic.codecs.quantized import Quantized
 
-__all__ = ["Batched", "ByShape", "Cast", "Codec", "ErrorFeedback", "Exact", "LowRank", "Quantized"]
+__all__ = ["Batched", "ByShape", "Cast", "Codec", "ErrorFeedback", "Exact", "LowRank"]

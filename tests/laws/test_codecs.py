@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized
+from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
 from laconic.ledger import Ledger
 from laconic.wires import Averaged, State, Tensors, dry, lockstep
 from tests.laws.world import World, at_once, carried, in_place, leaves, residuals, same_bits, side_by_side, true_mean
@@ -22,9 +22,6 @@ CODECS: list[Codec] = [
     Exact(wide=True),
     Cast("bf16"),
     Cast("fp16"),
-    Quantized(block=16),
-    Quantized(block=None),
-    ErrorFeedback(Quantized(block=7)),
     LowRank(rank=2),
     LowRank(rank=2, rounds="alternating"),
     ErrorFeedback(Exact()),
@@ -86,8 +83,7 @@ def rounding(codec: Codec, dtype: torch.dtype) -> float:
     """The relative error that one rounding may make, on the coarsest of the types that take part."""
     coarse = {"bf16": torch.bfloat16, "fp16": torch.float16}
     types = [dtype, *(each for word, each in coarse.items() if word in repr(codec))]
-    eighth = 1 / 255 if "Quantized" in repr(codec) else 0.0  # of a block's span
-    return max(eighth, *(torch.finfo(each).eps for each in types))
+    return max(torch.finfo(each).eps for each in types)
 
 
 def owes_by(codec: Codec) -> str:
