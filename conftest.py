@@ -1,0 +1,10 @@
+"""One thread a process: the tests' matrices are small, and workers share the cores."""
+
+import importlib.util
+
+import torch
+
+torch.set_num_threads(1)
+
+if importlib.util.find_spec("triton") is None:  # only these files need it
+    collect_ignore_glob = ["laconic/kernels/triton_*.py", "laconic/kernels/fused.py", "laconic/kernels/collect.py"]
