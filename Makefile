@@ -4,14 +4,17 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.laconic-installed
 
-.PHONY: compare test lint types clean
+.PHONY: compare test nightly lint types clean
 .DELETE_ON_ERROR:
 
 compare: $(STAMP)
 	$(BIN)/laconic compare
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not nightly"
+
+nightly: $(STAMP)
+	$(BIN)/python -m pytest -m nightly
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@ A row of the table of defects is one test, decorated with what torch shows in it
     @defect(torch_shows="the residual grew")
     def test_d01_the_residual_stays_bounded(implementation): ...
 
-Over the twin it must pass. Over torch, in the slow part, it must fail, with that text: so the table in
+Over the twin it must pass. Over torch, in the nightly part, it must fail, with that text: so the table in
 `docs/twin.md` stays true, and a torch that has learnt better is noticed.
 """
 
@@ -69,7 +69,7 @@ def defect(torch_shows: str) -> Callable[[Callable[..., None]], Callable[..., No
                 test(implementation, **arguments)
 
         over: Callable[[Callable[..., None]], Callable[..., None]] = pytest.mark.parametrize(
-            "implementation", ["laconic", pytest.param("torch", marks=pytest.mark.slow)]
+            "implementation", ["laconic", pytest.param("torch", marks=pytest.mark.nightly)]
         )
         return over(row)
 

@@ -64,7 +64,7 @@ def test_many_buckets_with_random_delays_stay_in_order():
     _check(run_workers(_stress, 4, (2, 60), timeout_s=150))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_twenty_runs_of_two_hundred_steps_with_random_delays():
     _check(run_workers(_stress, 4, (20, 200), timeout_s=850))

@@ -120,7 +120,7 @@ def _torch_over_gloo(worker: int, name: str) -> None:
         averaged(None, getattr(hooks, name), [_gradients(worker)] * 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["quantization_pertensor_hook", "quantization_perchannel_hook"])
 def test_torchs_own_quantization_hooks_do_not_run_over_gloo(name):
     with pytest.raises(WorkerError, match="IndexError"):
@@ -131,7 +131,7 @@ def _torch_bf16(worker: int) -> None:
     averaged(None, module("torch", "ddp_comm_hooks.default_hooks").bf16_compress_hook, [_gradients(worker)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchs_own_bf16_hook_is_refused_without_cuda():
     with pytest.raises(WorkerError, match="BF16 all reduce communication hook required CUDA"):
         run_workers(_torch_bf16, 2, timeout_s=20)

@@ -117,7 +117,7 @@ def _long(worker: int) -> tuple[Tensor, int]:
     return weights(model), len(state._layout())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_defaults_over_several_buckets_for_500_steps():
     results = run_workers(_long, 4, timeout_s=170)
     assert results[0][1] >= 4, f"only {results[0][1]} buckets"
