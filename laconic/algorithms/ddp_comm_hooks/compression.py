@@ -40,17 +40,40 @@ SETTINGS = (
 def compressed(state: PowerSGDState, tensors: Mapping[str, Tensor], batched: bool) -> Exchange:
     """Begin the exchange of one bucket, over the state's own dictionaries."""
     low_rank = low_rank_of(state, batched)
-    memory: State = {"p": state.p_memory_dict, "q": state.q_memory_dict} if state.warm_start else {"p": {}, "q": {}}
+    memory, nest = _memory(state, batched)
     _draw(state, low_rank, tensors, memory["q"], batched)
     codec: Codec = Batched(low_rank) if batched else ByShape(low_rank)
-    nest: State = memory if batched else {"codec": memory}
-    if state.use_error_feedback and state.feedback == "own" and not batched:
+    if _owes_by_matrix(state, batched):
         codec = ByShape(ErrorFeedback(low_rank))  # what travels exactly owes nothing
-        nest = {"codec": {"residual": state.error_dict, "inner": memory}}
     elif state.use_error_feedback:
         codec = ErrorFeedback(codec, subtract=state.feedback)
-        nest = {"residual": state.error_dict, "inner": nest}
     return codec.average(tensors, nest, reuse=True)
+
+
+def _memory(state: PowerSGDState, batched: bool) -> tuple[State, State]:
+    """Return the state's dictionaries as LowRank takes them, and as the whole codec does.
+
+    The same nest serves as long as the dictionaries do: fused paths keep their tables in it.
+    """
+    engine = state._linked()
+    made_of = (batched, state.feedback, state.p_memory_dict, state.q_memory_dict, state.error_dict)
+    same = engine.nest is not None and all(a is b for a, b in zip(engine.nest_made_of, made_of, strict=True))
+    if not same or not state.warm_start:
+        engine.nest_made_of = made_of
+        warm = {"p": state.p_memory_dict, "q": state.q_memory_dict}
+        memory: State = warm if state.warm_start else {"p": {}, "q": {}}
+        nest: State = memory if batched else {"codec": memory}
+        if _owes_by_matrix(state, batched):
+            nest = {"codec": {"residual": state.error_dict, "inner": memory}}
+        elif state.use_error_feedback:
+            nest = {"residual": state.error_dict, "inner": nest}
+        engine.nest = (memory, nest)
+    assert engine.nest is not None
+    return engine.nest
+
+
+def _owes_by_matrix(state: PowerSGDState, batched: bool) -> bool:
+    return state.use_error_feedback and state.feedback == "own" and not batched
 
 
 def low_rank_of(state: PowerSGDState, batched: bool = False) -> LowRank:

@@ -15,7 +15,7 @@ from laconic.bucket_stream import BucketStream
 from laconic.codecs import Codec
 from laconic.ledger import Ledger
 from laconic.wires.group import Conductor
-from laconic.wires.wire import Averaged
+from laconic.wires.wire import Averaged, State
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -71,6 +71,9 @@ class Engine:
         self.stream = BucketStream(self.conductor)
         self.names = Names()
         self.first_backward = True
+        self.nest: tuple[State, State] | None = None
+        """A PowerSGD state's memory as its codec takes it, and what that was made of."""
+        self.nest_made_of: tuple[object, ...] = ()
 
 
 def average_once(codec: Codec, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
