@@ -26,7 +26,7 @@ from laconic.plans import Plan
 from laconic.replica import Replica
 from laconic.scaling import LossScaling
 from laconic.schedules import Payload
-from laconic.wires.group import Conductor
+from laconic.wires.group import Conductor, resolved
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -225,7 +225,7 @@ class Talk:
     def _average_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         talk = self.plan.at(self.step + 1)
         if talk is None or talk[0] is not Payload.GRADIENT:
-            return _resolved(bucket.buffer())
+            return resolved(bucket.buffer())
         return self._replica.average_bucket(
             talk[1], bucket.parameters(), bucket.gradients(), bucket.buffer(), bucket.is_last()
         )
@@ -276,12 +276,6 @@ def _dispatcher(ddp: DistributedDataParallel) -> _Dispatcher:
             ) from error
         _dispatchers[ddp] = known
     return known
-
-
-def _resolved(value: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future()
-    future.set_result(value)
-    return future
 
 
 def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:

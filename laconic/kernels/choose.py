@@ -51,6 +51,11 @@ def can_collect(tensors: Tensors) -> bool:
     return small and all(t.is_contiguous() and t.numel() for t in tensors.values()) and _has_triton()
 
 
+def own_is_owed() -> dict[str, Tensor]:
+    """Say why a fused exchange has no own part to show."""
+    raise RuntimeError("the own part went into the residual. Ask with reuse=False to keep it.")
+
+
 @cache
 def _has_triton() -> bool:
     if importlib.util.find_spec("triton") is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from laconic.codecs.orthonormal import orthonormal
+from laconic.kernels.choose import own_is_owed
 from laconic.wires.wire import Averaged, Exchange, Mean, State, Tensors
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def dense_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor]
             _remember(b, base, known_p if odd else known_q, even_zero=True)
     if bool(ok):
         turns.update({name: turns.get(name, 0) + 1 for name in tensors})
-    return Averaged(dict(tensors), _overwritten, lambda: ok)
+    return Averaged(dict(tensors), own_is_owed, lambda: ok)
 
 
 def _fill(tensors: Tensors, residual: dict[str, Tensor]) -> None:
@@ -137,7 +138,3 @@ def _remember(b: Batch, x: Tensor, known: dict[str, Tensor], even_zero: bool = F
     for name, factor, used in zip(b.names, x, (x != 0).flatten(1).any(1).tolist(), strict=True):
         if used or even_zero or name not in known:
             known[name] = factor.clone()
-
-
-def _overwritten() -> dict[str, Tensor]:
-    raise RuntimeError("the own part went into the residual. Ask with reuse=False to keep it.")

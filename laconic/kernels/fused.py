@@ -15,6 +15,7 @@ from torch import Tensor
 
 from laconic.kernels import triton_low_rank as kernels
 from laconic.kernels import triton_orthonormal as ortho
+from laconic.kernels.choose import own_is_owed
 from laconic.wires.wire import Averaged, Exchange, Mean, Request, State, Tensors
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def fused_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor]
         good = yield from _two_rounds(group)
     else:
         good = yield from _one_factor(group, state)
-    return Averaged(dict(tensors), _overwritten, lambda: good.bool())
+    return Averaged(dict(tensors), own_is_owed, lambda: good.bool())
 
 
 def _two_rounds(group: Group) -> Generator[Request, Tensor, Tensor]:
@@ -239,10 +240,6 @@ def _tiles(shapes: Sequence[tuple[int, int]], rows: int, columns: int | None, de
         for x in range(0, n, n if columns is None else columns)
     ]
     return Tiles(torch.tensor(places, dtype=torch.int32).t().contiguous().to(device))
-
-
-def _overwritten() -> dict[str, Tensor]:
-    raise RuntimeError("the own part went into the residual. Ask with reuse=False to keep it.")
 
 
 def _starts(sizes: Any) -> list[int]:

@@ -301,6 +301,13 @@ def new_future(value: Tensor) -> Future[Tensor]:
     return Future(devices=[value.device]) if value.is_cuda else Future()
 
 
+def resolved(value: Tensor) -> Future[Tensor]:
+    """Make a future that has its value already."""
+    future = new_future(value)
+    future.set_result(value)
+    return future
+
+
 def _serve(conductor: weakref.ref[Conductor], items: queue.SimpleQueue[_Running | _Flush | _Stop]) -> None:
     """The thread: holds no reference while it waits, so that a forgotten conductor can go."""
     with torch.no_grad():

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -235,6 +237,29 @@ def test_small_tensors_are_collected_and_averaged_in_place(dtype):
         assert "_collected" in states[0], step
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the call that the interpreter run makes")
+INTERPRETED = """
+import torch
+from laconic.codecs import ErrorFeedback, LowRank
+from laconic.kernels.fused import fused_feedback
+from laconic.wires import lockstep
+
+for rounds in ("two", "alternating"):
+    for rank in (1, 3):
+        codec, state, residual, plain = LowRank(rank, rounds=rounds, min_compression=0), {}, {}, {}
+        for step in range(3):
+            given = {"a": torch.randn(70, 90), "b": torch.randn(65, 40)}
+            expected = lockstep([ErrorFeedback(codec).average({n: t.clone() for n, t in given.items()}, plain)])[0].mean
+            got = lockstep([fused_feedback(codec, given, residual, state)])[0].mean
+            for name in given:
+                assert (got[name] - expected[name]).norm() <= 1e-4 * expected[name].norm(), (rounds, rank, step, name)
+                assert (residual[name] - plain["residual"][name]).norm() <= 1e-4 * plain["residual"][name].norm()
+"""
+
+
 def test_the_kernels_in_tritons_interpreter():
     pytest.importorskip("triton", reason="Triton is not installed")
+    environment = dict(os.environ, TRITON_INTERPRET="1")  # read when Triton is imported: a process of its own
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=170
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

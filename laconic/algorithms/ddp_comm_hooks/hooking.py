@@ -14,7 +14,7 @@ from laconic.averaging import write
 from laconic.bucket_stream import BucketStream
 from laconic.codecs import Codec
 from laconic.ledger import Ledger
-from laconic.wires.group import Conductor
+from laconic.wires.group import Conductor, resolved
 from laconic.wires.wire import Averaged, State
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def average_once(codec: Codec, group: dist.ProcessGroup | None, bucket: GradBuck
     try:
         work = next(answering)
     except StopIteration as alone:
-        return _resolved(_finish(exchange, alone.value, tensors, flat))
+        return resolved(_finish(exchange, alone.value, tensors, flat))
 
     def end(done: Future[Any]) -> Tensor:
         done.value()
@@ -112,9 +112,3 @@ def _finish(exchange: Any, answer: Tensor, into: Mapping[str, Tensor], flat: Ten
         write(into, result.mean)
         return flat
     raise RuntimeError("a codec of one round asked again.")
-
-
-def _resolved(value: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future()
-    future.set_result(value)
-    return future
