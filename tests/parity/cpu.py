@@ -8,18 +8,21 @@ What is adapted, all of it:
 - `torch.cuda.set_device` and `synchronize` do nothing, `current_device` is 0;
 - a subgroup asked for on "nccl" is on gloo;
 - a test that upstream skips as flaky (not as unfit) runs;
+- the file that workers share in the test of reloading stays until all have read it: upstream's worker 0 removes it
+  when it is done itself, and the others then sometimes find nothing;
 - one input would take a CPU minutes and a gigabyte a worker: the image of 1000 x 1000 for a convolution (which
   has no hook) in the test of uneven inputs is 24 x 24.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
 import types
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +39,7 @@ def upstream() -> Any:
     _let_gpu_tests_run()
     _make_cuda_a_place_on_the_cpu()
     module: Any = importlib.import_module(UPSTREAM)
+    module._rank_temp_file = _kept_until_all_are_done(module._rank_temp_file)
     module.DDPUnevenTestInput = _smaller_image(module.DDPUnevenTestInput)
     return module
 
@@ -118,6 +122,16 @@ def _on_gloo(new_group: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(new_group)
     def wrapper(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
         return new_group(*args, backend="gloo" if backend == "nccl" else backend, **kwargs)
+
+    return wrapper
+
+
+def _kept_until_all_are_done(shared_file: Callable[[], Any]) -> Callable[[], Any]:
+    @contextlib.contextmanager
+    def wrapper() -> Iterator[str]:
+        with shared_file() as name:
+            yield name
+            torch.distributed.barrier()
 
     return wrapper
 
