@@ -12,10 +12,22 @@ from laconic.attach import Talk, attach
 from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
 from laconic.cost import sent_bytes
 from laconic.ledger import Ledger
-from laconic.outer import Adopt
-from laconic.plans import Plan, ddp, plan, plan_from_env, post_local_sgd, power_sgd
-from laconic.schedules import Every, PostLocal
+from laconic.outer import Adopt, Nesterov, Optim
+from laconic.plans import (
+    Plan,
+    ddp,
+    diloco,
+    hierarchical_sgd,
+    plan,
+    plan_from_env,
+    post_local_sgd,
+    power_sgd,
+    qsr,
+    streaming_diloco,
+)
+from laconic.schedules import Every, Nested, PostLocal, Quadratic, Streaming
 from laconic.text import PlanError
+from laconic.topology import Groups, World
 
 __version__ = "0.1.0"
 
@@ -28,17 +40,28 @@ __all__ = [
     "ErrorFeedback",
     "Every",
     "Exact",
+    "Groups",
     "Ledger",
     "LowRank",
+    "Nested",
+    "Nesterov",
+    "Optim",
     "Plan",
     "PlanError",
     "PostLocal",
+    "Quadratic",
+    "Streaming",
     "Talk",
+    "World",
     "attach",
     "ddp",
+    "diloco",
+    "hierarchical_sgd",
     "plan",
     "plan_from_env",
     "post_local_sgd",
     "power_sgd",
+    "qsr",
     "sent_bytes",
+    "streaming_diloco",
 ]

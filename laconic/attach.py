@@ -1,4 +1,4 @@
-"""Puts a plan on a model and an optimizer. The only file that installs hooks.
+"""Puts a plan on a model and an optimizer. The only file, with `dispatch.py`, that installs hooks.
 
     talk = laconic.attach(laconic.power_sgd(rank=4), model, optimizer)
 
@@ -9,7 +9,7 @@ In steps of silence nothing travels at all, DDP's own broadcasts included.
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,12 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laconic.channel import channel_from_env
+from laconic.dispatch import Dispatcher, dispatcher_of, find_ddp
 from laconic.ledger import Ledger
 from laconic.plans import Plan
-from laconic.replica import Replica
+from laconic.replica import Replica, fresh_state
+from laconic.rounds import Anchors, Commit, Rounds
 from laconic.scaling import LossScaling
-from laconic.schedules import Payload
-from laconic.wires.group import Conductor, resolved
+from laconic.schedules import Nested, Pace, Payload, Turn
+from laconic.topology import Given, Levels, check_world, whole_of
+from laconic.wires.group import resolved
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -42,7 +45,10 @@ def attach(
     optimizer: Optimizer | Sequence[Optimizer],
     *,
     group: dist.ProcessGroup | None = None,
+    levels: Given | None = None,
     ledger: Ledger | None = None,
+    commit: Commit = "streaming",
+    anchors: Anchors = "device",
 ) -> Talk:
     """Let the workers that hold copies of `model` agree as `plan` says.
 
@@ -50,8 +56,13 @@ def attach(
     is one, or several that step one after the other: a step is over when the last of them has stepped.
     `group` are the workers that agree, by default DDP's group or the world. Without torch.distributed it is a
     world of one, where nothing is sent.
+
+    `levels` are the groups inside it that the plan may name, from a DeviceMesh (innermost dimension last) or as this
+    worker's process groups, innermost first; by default a group of n is n consecutive workers. A round of weights
+    commits bucket by bucket ("streaming"), or all at once at its end ("atomic": one copy of the weights more, and a
+    round that fails has changed nothing). `anchors="cpu"` keeps the weights that deltas start from in host memory.
     """
-    return Talk(plan, model, optimizer, group, ledger)
+    return Talk(plan, model, optimizer, group, levels, ledger, commit, anchors)
 
 
 class Talk:
@@ -62,8 +73,11 @@ class Talk:
         plan: Plan,
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
-        group: dist.ProcessGroup | None,
-        ledger: Ledger | None,
+        group: dist.ProcessGroup | None = None,
+        levels: Given | None = None,
+        ledger: Ledger | None = None,
+        commit: Commit = "streaming",
+        anchors: Anchors = "device",
     ) -> None:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         _check(plan, model, optimizers)
@@ -74,30 +88,32 @@ class Talk:
         if ledger is None:
             ledger = Ledger() if self._channel is None else self._channel.ledger
         self.ledger = ledger
-        ddp = _find_ddp(model)
-        # Weakly: DDP holds its hook and so this talk, and a cycle through C++ would never be collected.
-        self._ddp_if_any = None if ddp is None else weakref.ref(ddp)
-        conductor = Conductor(_group(ddp, group), self.ledger)
-        self._replica = Replica(ddp.module if ddp else model, conductor)
+        ddp = find_ddp(model)
+        whole = _group(ddp, group, levels)
+        self._levels = Levels(whole, self.ledger, levels)
+        self._prepare_levels(plan)
+        self._replica = Replica(ddp.module if ddp else model, self._levels)
+        self._rounds = Rounds(self._replica, optimizers, commit, anchors)
+        self._pace = Pace(since=plan.schedule.start - 1)
+        self._gradient: Turn | None = None
         self._gradients_ready = False
         self._scalings = [LossScaling(each) for each in optimizers]
+        self._first_group = optimizers[0].param_groups[0]
         self._handles: list[_Handle] = [
             optimizers[0].register_step_pre_hook(self._before_step),
             *(scaling.attach() for scaling in self._scalings),
             optimizers[-1].register_step_post_hook(self._after_step),
         ]
-        if self._ddp is None:
+        self._dispatcher: Dispatcher | None = None
+        if ddp is None:
             self._replica.broadcast()
         else:
-            _dispatcher(self._ddp).talk = self
+            self._dispatcher = dispatcher_of(ddp)
+            self._dispatcher.take = self._average_bucket
         self._prepare()
         if self._channel is not None:
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            self._channel.start(repr(plan), ledger, _group(self._ddp, group), trained)
-
-    @property
-    def _ddp(self) -> DistributedDataParallel | None:
-        return None if self._ddp_if_any is None else self._ddp_if_any()
+            self._channel.start(repr(plan), ledger, whole, trained)
 
     @property
     def workers(self) -> int:
@@ -109,11 +125,11 @@ class Talk:
 
         For what must see the averaged gradients before the step, such as clipping by norm.
         """
-        talk = self.plan.at(self.step + 1)
-        if self._ddp is None and talk is not None and talk[0] is Payload.GRADIENT and not self._gradients_ready:
+        turn = self._gradient
+        if self._dispatcher is None and turn is not None and not self._gradients_ready:
             for scaling in self._scalings:
                 scaling.unscale()
-            self._replica.average_gradients(talk[1])
+            self._replica.average_gradients(self.plan.codec_of(turn, self.step + 1), turn.level)
             for scaling in self._scalings:
                 scaling.agree()
             self._gradients_ready = True
@@ -124,7 +140,7 @@ class Talk:
         The other workers may be about to average weights, and this one must be there. Steps that a GradScaler
         skips are seen without this call.
         """
-        if self._ddp is None:
+        if self._dispatcher is None:
             self.average_gradients()
         self._finish_step()
 
@@ -143,30 +159,48 @@ class Talk:
         """
         if not isinstance(plan, Plan):
             raise TypeError(f"change({plan!r}): a Plan is needed, such as laconic.power_sgd(rank=4).")
-        if self.plan.local and self.plan.at(self.step) is None:
-            self._replica.anchor = None
-            self._replica.average_weights(self.plan)
+        self._prepare_levels(plan)
+        self.average_weights()
         self.plan = plan
-        self._replica.state = {"gradient": {}, "weights": {}, "outer": {}}
-        self._replica.anchor = None
+        self._pace = Pace(since=max(self.step, plan.schedule.start - 1))
+        self._replica.state = fresh_state()
+        self._rounds.forget()
         self._prepare()
+
+    def average_weights(self) -> None:
+        """Bring the weights of all workers together now, exactly, where local steps have driven them apart.
+
+        For what must see one model, such as saving or evaluating it between two rounds. Every worker calls it after the
+        same step. What is on its way takes effect first.
+        """
+        self._rounds.settle(self.plan, step=sys.maxsize)
+        if self.plan.local and self.step >= self.plan.schedule.start and self._pace.since != self.step:
+            self._rounds.average_all()
 
     def detach(self) -> None:
         """Take all hooks off. A DDP model then averages gradients as DDP does."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._ddp is not None and _dispatcher(self._ddp).talk is self:
-            _dispatcher(self._ddp).talk = None
-            _dispatcher(self._ddp).let_talk(self._ddp, True)
-        self._replica.conductor.close()
+        if self._dispatcher is not None and self._dispatcher.take == self._average_bucket:
+            self._dispatcher.take = None
+            self._dispatcher.let_talk(True, True)
+        self._rounds.forget()
+        self._levels.close()
         if self._channel is not None:
             self._channel.close()
             self._channel = None
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker must save besides model and optimizer. Each worker saves its own."""
-        return {"plan": repr(self.plan), "step": self.step, **self._replica.state_dict()}
+        return {
+            "plan": repr(self.plan),
+            "step": self.step,
+            "since": self._pace.since,
+            "lr": self._pace.lr,
+            **self._replica.state_dict(),
+            **self._rounds.state_dict(),
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken. The plan must be the one that was saved."""
@@ -176,7 +210,9 @@ class Talk:
                 f"nothing to another. Attach laconic.plan({saved['plan']!r}), load, then change(...) to the new plan."
             )
         self.step = saved["step"]
+        self._pace = Pace(saved["since"], saved["lr"])
         self._replica.load_state_dict(saved)
+        self._rounds.load_state_dict(saved)
         self._prepare()
 
     def __enter__(self) -> Talk:
@@ -190,20 +226,32 @@ class Talk:
     def __repr__(self) -> str:
         return f"<Talk {self.plan!r} at step {self.step}, {self.workers} workers>"
 
+    def _prepare_levels(self, plan: Plan) -> None:
+        workers = self._levels.world.workers
+        check_world(plan.levels, workers, repr(plan))
+        if isinstance(plan.schedule, Nested) and plan.levels[-1] != workers:
+            raise ValueError(
+                f"{plan!r}: its last groups have {plan.levels[-1]} workers, and there are {workers}. The last level "
+                f"must be all of them: write {workers} there, or start {plan.levels[-1]} workers."
+            )
+        self._levels.prepare(plan.levels)
+
     def _prepare(self) -> None:
-        """Get ready for the next step: whether DDP talks in it, and where deltas start from."""
-        talk = self.plan.at(self.step + 1)
+        """Get ready for the next step: whether gradients are averaged in it, and where deltas start from."""
+        turns = self.plan.at(self.step + 1, self._pace)
         self.ledger.step = self.step + 1
         self._gradients_ready = False
-        if self._ddp is not None:
-            _dispatcher(self._ddp).let_talk(self._ddp, talk is not None and talk[0] is Payload.GRADIENT)
-        begun = self.step + 1 >= self.plan.schedule.start
-        if begun and self.plan.needs_anchor and self._replica.anchor is None:
-            self._replica.drop_anchor()
+        self._gradient = next((turn for turn in turns if turn.payload is Payload.GRADIENT), None)
+        if self._dispatcher is not None:
+            among_all = self._gradient is not None and self._gradient.level is None
+            self._dispatcher.let_talk(self._gradient is not None, among_all)
+        if self._rounds.anchor is None and self.plan.needs_anchor and self.step + 1 >= self.plan.schedule.start:
+            self._rounds.drop_anchor()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        talk = self.plan.at(self.step + 1)
-        if self._ddp is not None or talk is None or talk[0] is not Payload.GRADIENT:
+        if self._pace.since == self.step:  # the first step of a round: its learning rate sets the pace
+            self._pace = Pace(self.step, float(self._first_group["lr"]))
+        if self._dispatcher is not None or self._gradient is None:
             return
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
             raise RuntimeError(
@@ -217,79 +265,35 @@ class Talk:
 
     def _finish_step(self) -> None:
         self.step += 1
-        talk = self.plan.at(self.step)
-        if talk is not None and talk[0] is Payload.WEIGHTS:
-            self._replica.average_weights(self.plan)
+        if self._rounds.waiting:
+            self._rounds.settle(self.plan, self.step)
+        for turn in self.plan.at(self.step, self._pace):
+            if turn.payload is Payload.WEIGHTS:
+                self._rounds.turn(self.plan, turn, self.step)
+                if self.plan.is_outermost(turn):
+                    self._pace = Pace(self.step)
         self._prepare()
 
     def _average_bucket(self, bucket: GradBucket) -> Future[Tensor]:
-        talk = self.plan.at(self.step + 1)
-        if talk is None or talk[0] is not Payload.GRADIENT:
+        turn = self._gradient
+        if turn is None:
             return resolved(bucket.buffer())
+        codec = self.plan.codec_of(turn, self.step + 1)
         return self._replica.average_bucket(
-            talk[1], bucket.parameters(), bucket.gradients(), bucket.buffer(), bucket.is_last()
+            codec, turn.level, bucket.parameters(), bucket.gradients(), bucket.buffer(), bucket.is_last()
         )
 
 
-class _Dispatcher:
-    """DDP takes one hook in its life; this one forwards to whichever talk is attached, or averages as DDP does."""
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.talk: Talk | None = None
-        self.group: dist.ProcessGroup = ddp.process_group
-        self._broadcast_buffers = ddp.broadcast_buffers
-
-    def let_talk(self, ddp: DistributedDataParallel, allowed: bool) -> None:
-        """In a step of silence DDP must not talk either: not its buckets, its bitmap, nor its buffers."""
-        ddp.broadcast_buffers = allowed and self._broadcast_buffers
-        if not ddp.static_graph:  # which must see every backward; its buckets come to us and stay
-            ddp.require_backward_grad_sync = allowed
-
-    def __call__(self, bucket: GradBucket) -> Future[Tensor]:
-        if self.talk is not None:
-            return self.talk._average_bucket(bucket)
-        flat = bucket.buffer().div_(self.group.size())
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
-        assert work is not None
-        future: Future[Any] = work.get_future()
-        return future.then(lambda f: f.value()[0])
-
-
-# Without annotations, as DDP compares them to its own classes and these are strings here.
-def _forward_bucket(dispatcher, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    return dispatcher(bucket)
-
-
-_dispatchers: weakref.WeakKeyDictionary[DistributedDataParallel, _Dispatcher] = weakref.WeakKeyDictionary()
-
-
-def _dispatcher(ddp: DistributedDataParallel) -> _Dispatcher:
-    known = _dispatchers.get(ddp)
-    if known is None:
-        known = _Dispatcher(ddp)
-        try:
-            ddp.register_comm_hook(known, _forward_bucket)
-        except RuntimeError as error:
-            raise RuntimeError(
-                "attach: this DDP model already has a communication hook, and DDP takes only one. "
-                "Make the model anew without register_comm_hook; the plan says how gradients travel."
-            ) from error
-        _dispatchers[ddp] = known
-    return known
-
-
-def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    while isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile wraps
-        model = model._orig_mod  # type: ignore[assignment]
-    return model if isinstance(model, DistributedDataParallel) else None
-
-
-def _group(ddp: DistributedDataParallel | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def _group(
+    ddp: DistributedDataParallel | None, group: dist.ProcessGroup | None, levels: Given | None
+) -> dist.ProcessGroup | None:
     if group is not None:
         return group
     if ddp is not None:
         found: dist.ProcessGroup = ddp.process_group
         return found
+    if levels is not None:
+        return whole_of(levels)
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 

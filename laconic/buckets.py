@@ -103,3 +103,23 @@ def as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
     if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
         return gradient  # DDP keeps permutations of row-major strides, and only those
     return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
+
+
+def in_parts(tensors: Mapping[str, Tensor], parts: int) -> list[list[str]]:
+    """Deal names into parts of about the same size: the largest first, each to the part that is lightest so far.
+
+    >>> in_parts({"a": torch.ones(5), "b": torch.ones(3), "c": torch.ones(4), "d": torch.ones(1)}, parts=2)
+    [['a', 'd'], ['b', 'c']]
+    """
+    if parts > len(tensors):
+        raise ValueError(
+            f"a model of {len(tensors)} trained tensors cannot be cut into {parts} fragments. "
+            f"Use {len(tensors)} or fewer."
+        )
+    filled = [0] * parts
+    part_of: dict[str, int] = {}
+    for name in sorted(tensors, key=lambda name: (-tensors[name].numel(), name)):
+        lightest = filled.index(min(filled))
+        filled[lightest] += tensors[name].numel()
+        part_of[name] = lightest
+    return [[name for name in tensors if part_of[name] == part] for part in range(parts)]

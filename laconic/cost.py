@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from laconic.buckets import in_buckets
+from laconic.buckets import in_buckets, in_parts
 from laconic.codecs import ByShape, Codec
 from laconic.codecs.codec import wide_dtype
 from laconic.ledger import Ledger
@@ -42,11 +42,12 @@ def sent_bytes(
     start = plan.schedule.start
     cycle = 2 * plan.schedule.period  # two periods: alternating rounds come to both their turns
     for step in range(start, start + cycle):
-        talk = plan.at(step)
-        if talk is None or workers == 1:
-            continue
-        for names in in_buckets(tensors):
-            dry(routed(talk[1]).average({name: tensors[name] for name in names}, state), ledger, workers)
+        for turn in plan.at(step) if workers > 1 else ():
+            codec, chosen = routed(plan.codec_of(turn, step)), tensors
+            if turn.part is not None:
+                chosen = {name: tensors[name] for name in in_parts(tensors, plan.schedule.fragments)[turn.part]}
+            for names in in_buckets(chosen):
+                dry(codec.average({name: chosen[name] for name in names}, state), ledger, workers)
     return ledger.payload_bytes / cycle
 
 

@@ -99,10 +99,11 @@ class Ledger:
         level: str = "world",
         round_: int = 1,
         seconds: float = 0.0,
+        step: int | None = None,
     ) -> None:
-        """Write down one collective of `payload_bytes` among `workers` workers."""
+        """Write down one collective of `payload_bytes` among `workers` workers, begun at `step` or now."""
         sent = wire_bytes(op, payload_bytes, workers)
-        entry = Entry(self.step, round_, op, level, phase, payload_bytes, sent, seconds)
+        entry = Entry(self.step if step is None else step, round_, op, level, phase, payload_bytes, sent, seconds)
         with self._lock:
             self.entries.append(entry)
             self._totals.setdefault((op, level, phase), Totals()).add(entry)

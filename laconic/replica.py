@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,77 +12,84 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from laconic.averaging import mean_of, run_all, written
+from laconic.averaging import run_all, written
 from laconic.bucket_stream import BucketStream
 from laconic.buckets import as_laid_out, in_buckets
 from laconic.codecs import Codec, Exact
-from laconic.codecs.codec import wide_dtype
 from laconic.cost import routed
-from laconic.plans import Plan
-from laconic.schedules import Payload
+from laconic.schedules import Level, Payload
+from laconic.topology import Levels
 from laconic.wires.group import Conductor
 from laconic.wires.wire import Averaged, Exchange, Mean, State
 
 
 class Replica:
-    """Parameters by name, what the codecs remember of them, and the conductor that carries their averages."""
+    """Parameters by name, what the codecs remember of them, and the levels whose conductors carry their averages.
 
-    def __init__(self, model: nn.Module, conductor: Conductor) -> None:
-        self.conductor = conductor
-        self.stream = BucketStream(conductor)
-        self.params = {clean(name): p for name, p in model.named_parameters() if p.requires_grad}
-        self.buffers = {clean(name): b for name, b in model.named_buffers() if b.is_floating_point()}
-        self.name_of = {id(p): name for name, p in self.params.items()}
-        self.state: dict[str, State] = {"gradient": {}, "weights": {}, "outer": {}}
-        self.anchor: dict[str, Tensor] | None = None
+    `params` are the tensors that are averaged: of a sharded parameter, this worker's shard. `originals` are the
+    parameters as the model and the optimizers know them.
+    """
+
+    def __init__(self, model: nn.Module, levels: Levels) -> None:
+        self.levels = levels
+        self.originals = {clean(name): p for name, p in model.named_parameters() if p.requires_grad}
+        self.params = {name: local_of(p) for name, p in self.originals.items()}
+        self.all_buffers = {f"buffer:{clean(name)}": local_of(b) for name, b in model.named_buffers()}
+        self.buffers = {name: b for name, b in self.all_buffers.items() if b.is_floating_point()}
+        self.name_of = {id(p): name for name, p in self.originals.items()}
+        self.devices = {name: p.device for name, p in self.params.items()}
+        self.state: dict[str, State] = fresh_state()
         self.solo_exact = True
         """Whether a world of one sends exactly; benchmarks of the codecs themselves say no."""
-        self._gradient_buckets = in_buckets(self.params)
-        weights = {**self.params, **{f"buffer:{name}": b for name, b in self.buffers.items()}}
-        self._weights = weights
-        self._weight_buckets = in_buckets(weights)
+        self._streams: dict[Level, BucketStream] = {}
+        self._buckets = in_buckets(self.params)
+
+    @property
+    def conductor(self) -> Conductor:
+        """The conductor of all workers."""
+        return self.levels.world
 
     def average_bucket(
-        self, codec: Codec, params: Sequence[Tensor], grads: Sequence[Tensor], flat: Tensor, last: bool
+        self,
+        codec: Codec,
+        level: Level,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        flat: Tensor,
+        last: bool,
     ) -> Future[Tensor]:
         """Start to average one DDP bucket; the future's value is `flat`, with the means in it."""
         tensors = {self.name_of[id(p)]: as_laid_out(g, p) for p, g in zip(params, grads, strict=True)}
 
         def begin(bucket: Mapping[str, Tensor]) -> Exchange:
-            return self._routed(codec).average(bucket, self.state["gradient"], reuse=True)
+            return self.routed(codec, self.levels[level]).average(bucket, self.state["gradient"], reuse=True)
 
-        return self.stream.take(tensors, flat, last, begin)
+        return self._stream(level).take(tensors, flat, last, begin)
 
-    def average_gradients(self, codec: Codec) -> None:
+    def _stream(self, level: Level) -> BucketStream:
+        if level not in self._streams:
+            self._streams[level] = BucketStream(self.levels[level])
+        return self._streams[level]
+
+    def average_gradients(self, codec: Codec, level: Level = None) -> None:
         """Average `.grad` of every parameter, and wait for it. A gradient that is None here counts as zero."""
-        absent = self._absent_everywhere()
+        conductor = self.levels[level]
+        absent = self._absent_everywhere(conductor)
         grads = {}
-        for name, p in self.params.items():
+        for name, p in self.originals.items():
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             elif p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
-            grads[name] = p.grad
+            grads[name] = local_of(p.grad)
         exchanges = []
-        for names in self._gradient_buckets:
+        for names in self._buckets:
             bucket = {name: grads[name] for name in names}
-            exchanges.append(written(self._routed(codec).average(bucket, self.state["gradient"], reuse=True), bucket))
-        run_all(self.conductor, exchanges, Payload.GRADIENT)
+            average = self.routed(codec, conductor).average(bucket, self.state["gradient"], reuse=True)
+            exchanges.append(written(average, bucket))
+        run_all(conductor, exchanges, Payload.GRADIENT)
         for name in absent:
-            self.params[name].grad = None
-
-    def average_weights(self, plan: Plan) -> None:
-        """Bring the workers' weights together, as the plan has it, and wait for it."""
-        if self.anchor is None:
-            exchanges = [mean_of(self._some(names)) for names in self._weight_buckets]
-        else:
-            exchanges = [self._delta_of(plan, names) for names in self._gradient_buckets]
-            exchanges += [mean_of(self._some(names)) for names in in_buckets(self._named_buffers())]
-        run_all(self.conductor, exchanges, Payload.WEIGHTS)
-
-    def drop_anchor(self) -> None:
-        """Remember the weights of now, which all workers share, as what deltas are taken from."""
-        self.anchor = {name: p.detach().to(wide_dtype(p.dtype), copy=True) for name, p in self.params.items()}
+            self.originals[name].grad = None
 
     def broadcast(self) -> None:
         """Give every worker the weights and buffers of the first, as DDP does when it is made."""
@@ -89,50 +98,46 @@ class Replica:
         group = self.conductor.group
         first = dist.get_process_group_ranks(group)[0]
         with torch.no_grad():
-            for t in self._weights.values():
-                dense = t.detach().contiguous()
+            for t in (*self.params.values(), *self.all_buffers.values()):
+                dense = t.contiguous()
                 dist.broadcast(dense, src=first, group=group)
                 t.copy_(dense)
 
-    def _routed(self, codec: Codec) -> Codec:
+    def routed(self, codec: Codec, conductor: Conductor) -> Codec:
         """Choose the codec that runs: a worker alone has nobody to be brief with."""
-        return Exact() if self.conductor.workers == 1 and self.solo_exact else routed(codec)
+        return Exact() if conductor.workers == 1 and self.solo_exact else routed(codec)
 
-    def _named_buffers(self) -> dict[str, Tensor]:
-        return {name: t for name, t in self._weights.items() if name.startswith("buffer:")}
-
-    def _some(self, names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: self._weights[name].detach() for name in names}
-
-    def _delta_of(self, plan: Plan, names: Iterable[str]) -> Exchange:
-        assert self.anchor is not None
-        anchor = {name: self.anchor[name] for name in names}
-        delta = {name: a - self.params[name].detach().to(a.dtype) for name, a in anchor.items()}
-        end = yield from self._routed(plan.codec).average(delta, self.state["weights"], reuse=True)
-        if bool(end.finite()):  # else nobody moves: the round is void on every worker alike
-            plan.outer.step(anchor, end.mean, self.state["outer"])
-            for name, a in anchor.items():
-                self.params[name].detach().copy_(a)
-        return end
-
-    def _absent_everywhere(self) -> list[str]:
+    def _absent_everywhere(self, conductor: Conductor) -> list[str]:
         """Names whose gradient is None on every worker: they stay None, so that no optimizer moves them."""
-        here = torch.tensor([p.grad is not None for p in self.params.values()], dtype=torch.float32)
-        if self.conductor.workers > 1:
+        here = torch.tensor([p.grad is not None for p in self.originals.values()], dtype=torch.float32)
+        if conductor.workers > 1:
             here = here.to(next(iter(self.params.values())).device)
-            here = self.conductor.run(_flags(here), "control").mean["flags"]
+            here = conductor.run(flags(here), "control").mean["flags"]
         return [name for name, used in zip(self.params, here.tolist(), strict=True) if not used]
 
     def state_dict(self) -> dict[str, Any]:
-        """What this worker must remember besides weights: codec states, the outer state, the anchor."""
-        return {"state": _saved(self.state), "anchor": self.anchor, "layout": self.stream.layout}
+        """What this worker must remember besides weights: codec states, the outer state, the buckets' layouts."""
+        layout = {str(level): stream.layout for level, stream in self._streams.items()}
+        return {"state": _saved(self.state), "layout": layout}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
-        devices = {name: p.device for name, p in self.params.items()}
-        self.state = _copied(saved["state"], devices)
-        self.anchor = None if saved["anchor"] is None else _copied(saved["anchor"], devices)
-        self.stream.repeat(saved["layout"])
+        self.state = copied(saved["state"], self.devices)
+        layouts = saved["layout"] if isinstance(saved["layout"], Mapping) else {"None": saved["layout"]}
+        for level in (None, *self.levels.named()):
+            if str(level) in layouts:
+                self._stream(level).repeat(layouts[str(level)])
+
+
+def fresh_state() -> dict[str, State]:
+    """What is remembered at the start: nothing, of three kinds."""
+    return {"gradient": {}, "weights": {}, "outer": {}}
+
+
+def local_of(t: Tensor) -> Tensor:
+    """Take this worker's part of a tensor: the shard of a DTensor, and any other tensor itself."""
+    sharding = sys.modules.get("torch.distributed.tensor")  # slow to import, and whoever has a DTensor has done so
+    return (t.to_local() if sharding is not None and isinstance(t, sharding.DTensor) else t).detach()
 
 
 def clean(name: str) -> str:
@@ -145,7 +150,8 @@ def clean(name: str) -> str:
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
-def _flags(here: Tensor) -> Exchange:
+def flags(here: Tensor) -> Exchange:
+    """Hear what share of the workers says yes, to each of many questions."""
     mean = yield Mean(here)
     return Averaged({"flags": mean}, dict, lambda: torch.tensor(True))
 
@@ -157,13 +163,13 @@ def _saved(nest: Any) -> Any:
     return nest
 
 
-def _copied(nest: Any, devices: Mapping[str, torch.device]) -> Any:
+def copied(nest: Any, devices: Mapping[str, torch.device] = MappingProxyType({})) -> Any:
     """Copy a nest of dicts and tensors, putting each tensor where the parameter of its name is."""
     if isinstance(nest, Mapping):
         return {
             key: value.to(devices.get(key, value.device), copy=True)
             if isinstance(value, Tensor)
-            else _copied(value, devices)
+            else copied(value, devices)
             for key, value in nest.items()
         }
     return nest

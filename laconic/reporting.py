@@ -107,9 +107,10 @@ class Watch(Ledger):
         level: str = "world",
         round_: int = 1,
         seconds: float = 0.0,
+        step: int | None = None,
     ) -> None:
         """Write down one collective that has just ended."""
-        super().record(op, payload_bytes, workers, phase=phase, level=level, round_=round_, seconds=seconds)
+        super().record(op, payload_bytes, workers, phase=phase, level=level, round_=round_, seconds=seconds, step=step)
         now = time.perf_counter()
         with self._watching:
             self.busy_s += max(0.0, now - max(now - seconds, self._busy_until))
@@ -117,7 +118,7 @@ class Watch(Ledger):
             self.framing_bytes += framing_bytes(op, payload_bytes, workers)
             if self._computed is not None:
                 self.link_s += collective_s(op, payload_bytes, workers, self._computed)
-            if self._seconds is not None:
+            if self._seconds is not None and level == "world":  # compared one by one with those of the other workers
                 self._seconds.write(array.array("d", [seconds]).tobytes())
 
 

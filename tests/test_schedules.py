@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laconic.schedules import Every, Payload, PostLocal, Schedule
+from laconic.schedules import GRADIENTS, WEIGHTS, Every, PostLocal, Schedule
 
 steps = st.integers(1, 200)
 
@@ -16,25 +16,25 @@ steps = st.integers(1, 200)
 @given(start=steps, period=steps)
 def test_gradients_before_the_start_then_weights_every_period(start: int, period: int) -> None:
     talks = {step: PostLocal(start, period).at(step) for step in range(1, start + 3 * period + 1)}
-    assert all(talks[step] is Payload.GRADIENT for step in range(1, start))
-    weights = [step for step, payload in talks.items() if payload is Payload.WEIGHTS]
+    assert all(talks[step] == GRADIENTS for step in range(1, start))
+    weights = [step for step, turns in talks.items() if turns == WEIGHTS]
     assert weights == [start - 1 + period * turn for turn in range(1, len(weights) + 1)]
     assert len(weights) >= 3
-    assert sum(payload is None for payload in talks.values()) == len(talks) - len(weights) - (start - 1)
+    assert sum(not turns for turns in talks.values()) == len(talks) - len(weights) - (start - 1)
 
 
 @given(start=steps, period=st.integers(2, 200), step=st.integers(1, 1000))
 def test_every_longer_period_is_post_local(start: int, period: int, step: int) -> None:
-    assert Every(period, start).at(step) is PostLocal(start, period).at(step)
+    assert Every(period, start).at(step) == PostLocal(start, period).at(step)
 
 
 @given(start=steps, step=st.integers(1, 1000))
 def test_every_step_talks_about_gradients(start: int, step: int) -> None:
-    assert Every(1, start).at(step) is Payload.GRADIENT
+    assert Every(1, start).at(step) == GRADIENTS
 
 
 def test_post_local_with_period_1_averages_weights_at_every_step() -> None:
-    assert [PostLocal(1, 1).at(step) for step in (1, 2, 3)] == [Payload.WEIGHTS] * 3
+    assert [PostLocal(1, 1).at(step) for step in (1, 2, 3)] == [WEIGHTS] * 3
 
 
 @pytest.mark.parametrize("schedule", [Every(), Every(4), Every(1, start=5), PostLocal(3, 16)], ids=repr)

@@ -64,6 +64,7 @@ class _Running:
     exchange: Exchange
     promise: _Promise
     phase: str
+    step: int = 0
     ended: bool = False
     end: Averaged | None = None
     round: int = 0
@@ -122,7 +123,7 @@ class Conductor:
         """Queue exchanges; when all have ended, the futures get `values`."""
         promise = _Promise(list(values), list(futures), len(exchanges))
         for exchange in exchanges:
-            self._start(_Running(exchange, promise, phase))
+            self._start(_Running(exchange, promise, phase, self.ledger.step))
 
     def _start(self, running: _Running) -> None:
         if self._inline:
@@ -139,7 +140,7 @@ class Conductor:
     def run(self, exchange: Exchange, phase: str) -> Averaged:
         """Run one exchange to its end, and wait for it."""
         nothing = torch.empty(0)
-        running = _Running(exchange, _Promise([nothing], [new_future(nothing)], 1), phase)
+        running = _Running(exchange, _Promise([nothing], [new_future(nothing)], 1), phase, self.ledger.step)
         self._start(running)
         self.flush()
         running.promise.futures[0].wait()
@@ -250,6 +251,7 @@ class Conductor:
             phase=running.phase,
             level=self.level,
             round_=running.round,
+            step=running.step,
             seconds=time.perf_counter() - running.launched_s,
         )
 

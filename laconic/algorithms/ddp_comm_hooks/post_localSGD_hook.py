@@ -17,8 +17,8 @@ from torch.futures import Future
 
 from laconic.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from laconic.algorithms.ddp_comm_hooks.hooking import Engine, Names, group_or_world
-from laconic.algorithms.groups import subgroup_of, workers_on_this_machine
 from laconic.codecs import Exact
+from laconic.topology import subgroup_of, workers_on_this_machine
 from laconic.wires.wire import Exchange
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class PostLocalSGDState(_Linked):
     def _make_subgroup(self) -> None:
         if self.subgroup is None and self.post_local_gradient_allreduce:
             group = group_or_world(self.process_group)
-            self.subgroup = subgroup_of(group, workers_on_this_machine(group))
+            self.subgroup = subgroup_of(group, workers_on_this_machine(group.size()))
 
 
 _SAVED = ("start_localSGD_iter", "post_local_gradient_allreduce", "iter")

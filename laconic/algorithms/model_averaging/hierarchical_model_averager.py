@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from laconic.algorithms.groups import subgroup_of
 from laconic.algorithms.model_averaging import averagers, utils
 from laconic.algorithms.model_averaging.utils import Params
+from laconic.topology import subgroup_of
 
 logger = logging.getLogger(__name__)
 

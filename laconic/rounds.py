@@ -1,0 +1,294 @@
+"""Rounds of weights: what takes part, where deltas start from, and when what was heard takes effect.
+
+Without an anchor, a round replaces weights by their mean, in place. With one, workers exchange deltas
+(anchor − weights) through the plan's codec, the outer step moves the anchor, and the weights follow it.
+A round commits bucket by bucket as answers come ("streaming"), or all at once at its end ("atomic"): then a round that
+fails has changed nothing. A fragment with a delay travels while training goes on, and commits when it is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from laconic.averaging import average_in_place, write
+from laconic.buckets import in_buckets, in_parts
+from laconic.codecs import Exact
+from laconic.codecs.codec import wide_dtype
+from laconic.plans import Plan
+from laconic.replica import Replica, copied, flags, local_of
+from laconic.schedules import Payload, Streaming, Turn
+from laconic.wires.group import Conductor
+from laconic.wires.wire import Averaged, Exchange, Gather
+
+Commit: TypeAlias = Literal["streaming", "atomic"]
+Anchors: TypeAlias = Literal["device", "cpu"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """One bucket of a round: what is said, and what is done with what was heard."""
+
+    exchange: Exchange
+    commit: Callable[[Averaged], None]
+
+
+@dataclass(eq=False)
+class _OnItsWay:
+    """A fragment that has set out, and the step after which it takes effect."""
+
+    part: int
+    due: int
+    means: list[dict[str, Tensor]] = field(default_factory=list)
+    futures: list[Future[Tensor]] = field(default_factory=list)
+
+    def arrive(self) -> list[dict[str, Tensor]]:
+        """Wait for all of it."""
+        for future in self.futures:
+            future.wait()
+        return self.means
+
+
+class Rounds:
+    """The weights rounds of one replica."""
+
+    def __init__(self, replica: Replica, optimizers: Sequence[Optimizer], commit: Commit, anchors: Anchors) -> None:
+        if commit not in ("streaming", "atomic"):
+            raise ValueError(f'attach(commit={commit!r}): a round commits "streaming", bucket by bucket, or "atomic".')
+        if anchors not in ("device", "cpu"):
+            raise ValueError(
+                f'attach(anchors={anchors!r}): anchors lie where the weights do, "device", or on the "cpu".'
+            )
+        self.replica = replica
+        self.commit: Commit = commit
+        self.anchors: Anchors = anchors
+        self.anchor: dict[str, Tensor] | None = None
+        self._optimizers = list(optimizers)
+        self._on_their_way: list[_OnItsWay] = []
+        self._parts: dict[int, list[list[str]]] = {}
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something that was said has not yet taken effect."""
+        return bool(self._on_their_way)
+
+    def drop_anchor(self) -> None:
+        """Remember the weights of now, which all workers share, as what deltas are taken from."""
+        self.anchor = {name: self._anchored(p) for name, p in self.replica.params.items()}
+
+    def _anchored(self, p: Tensor) -> Tensor:
+        wide = wide_dtype(p.dtype)
+        if self.anchors == "cpu" and p.device.type != "cpu":
+            return torch.empty(p.shape, dtype=wide, pin_memory=p.is_cuda).copy_(p)
+        return p.to(wide, copy=True)
+
+    def turn(self, plan: Plan, turn: Turn, step: int) -> None:
+        """Take one turn: average, and let it take effect now or when its delay is over."""
+        conductor = self.replica.levels[turn.level]
+        names = self._names(plan, turn)
+        beside = self._beside(plan, conductor) if turn.part in (None, 0) else {}
+        if plan.needs_anchor and plan.is_outermost(turn):
+            delay = plan.schedule.delay if isinstance(plan.schedule, Streaming) else 0
+            if delay:
+                assert turn.part is not None
+                self._set_out(plan, conductor, names, turn.part, step + delay)
+            else:
+                self._run(conductor, [self._delta(plan, bucket) for bucket in self._buckets(names)])
+            self._average(conductor, beside)
+        else:
+            self._average(conductor, {**{name: self.replica.params[name] for name in names}, **beside})
+        if turn.part in (None, 0) and plan.buffers == "leader":
+            self._follow_leader(conductor)
+        if plan.optimizer_state == "reset":
+            self._forget(names)
+
+    def settle(self, plan: Plan, step: int) -> None:
+        """Let what is due by `step` take effect."""
+        while self._on_their_way and self._on_their_way[0].due <= step:
+            assert isinstance(plan.schedule, Streaming)
+            for mean in self._on_their_way[0].arrive():
+                self._move(plan, mean, plan.schedule.mix)
+            del self._on_their_way[0]
+
+    def average_all(self) -> None:
+        """Bring all weights and buffers together exactly, whatever the plan."""
+        self._average(self.replica.conductor, {**self.replica.params, **self.replica.buffers})
+
+    def forget(self) -> None:
+        """Drop the anchor, and what is on its way, without waiting for it."""
+        self._on_their_way = []
+        self.anchor = None
+
+    def _names(self, plan: Plan, turn: Turn) -> list[str]:
+        if turn.part is None:
+            return list(self.replica.params)
+        count = plan.schedule.fragments
+        if count not in self._parts:
+            self._parts[count] = in_parts(self.replica.params, count)
+        return self._parts[count][turn.part]
+
+    def _buckets(self, names: Iterable[str]) -> list[list[str]]:
+        return in_buckets({name: self.replica.params[name] for name in names})
+
+    def _average(self, conductor: Conductor, tensors: Mapping[str, Tensor]) -> None:
+        if self.commit == "streaming":
+            average_in_place(conductor, tensors, Payload.WEIGHTS)
+            return
+        buckets = [{name: tensors[name] for name in names} for names in in_buckets(tensors)]
+        self._run(conductor, [_replacing(bucket) for bucket in buckets])
+
+    def _run(self, conductor: Conductor, jobs: Sequence[_Job]) -> None:
+        """Run jobs together and wait; a job commits when it ends, or after all have."""
+        atomic = self.commit == "atomic"
+        ends: list[Averaged | None] = [None] * len(jobs)
+
+        def to_its_end(index: int, job: _Job) -> Exchange:
+            end = ends[index] = yield from job.exchange
+            if not atomic:
+                job.commit(end)
+                ends[index] = None
+            return end
+
+        state = _same(self.replica.state["weights"]) if atomic else None
+        nothing = torch.empty(0)
+        exchanges = [to_its_end(index, job) for index, job in enumerate(jobs)]
+        futures = [conductor.submit(exchange, Payload.WEIGHTS, nothing) for exchange in exchanges]
+        conductor.flush()
+        try:
+            for future in futures:
+                future.wait()
+        except BaseException:
+            if state is not None:
+                self.replica.state["weights"] = state  # what the codec owed before the round, it owes again
+            raise
+        if atomic:
+            with torch.no_grad():
+                for job, end in zip(jobs, ends, strict=True):
+                    assert end is not None
+                    job.commit(end)
+
+    def _delta(self, plan: Plan, names: Sequence[str]) -> _Job:
+        def exchange() -> Exchange:
+            codec = self.replica.routed(plan.codec, self.replica.conductor)
+            state, reuse = self.replica.state["weights"], self.commit == "streaming"  # atomic: old tensors are kept
+            return (yield from codec.average(self._deltas(names), state, reuse=reuse))
+
+        def commit(end: Averaged) -> None:
+            if bool(end.finite()):  # else nobody moves: the round is void on every worker alike
+                self._move(plan, end.mean, mix=0.0)
+
+        return _Job(exchange(), commit)
+
+    def _deltas(self, names: Iterable[str]) -> dict[str, Tensor]:
+        assert self.anchor is not None
+        params = self.replica.params
+        return {name: self.anchor[name].to(params[name].device) - params[name] for name in names}
+
+    def _move(self, plan: Plan, mean: Mapping[str, Tensor], mix: float) -> None:
+        """Let the outer step move the anchor, and the weights follow it but for the share `mix` of their own."""
+        assert self.anchor is not None
+        with torch.no_grad():
+            anchor = {name: self.anchor[name] for name in mean}
+            plan.outer.step(
+                anchor, {name: d.to(anchor[name].device) for name, d in mean.items()}, self.replica.state["outer"]
+            )
+            for name, a in anchor.items():
+                p = self.replica.params[name]
+                p.copy_(a if not mix else torch.lerp(a.to(p.device), p.to(a.dtype), mix))
+
+    def _set_out(self, plan: Plan, conductor: Conductor, names: Sequence[str], part: int, due: int) -> None:
+        """Send a fragment on its way; what it hears is kept until it is due."""
+        way = _OnItsWay(part, due)
+        codec = self.replica.routed(plan.codec, conductor)
+        nothing = torch.empty(0)
+
+        def travel(deltas: Mapping[str, Tensor]) -> Exchange:
+            end = yield from codec.average(deltas, self.replica.state["weights"], reuse=True)
+            if bool(end.finite()):
+                way.means.append(end.mean)
+            return end
+
+        with torch.no_grad():
+            snapshots = [self._deltas(bucket) for bucket in self._buckets(names)]
+        way.futures = [conductor.submit(travel(each), Payload.WEIGHTS, nothing) for each in snapshots]
+        conductor.flush()
+        self._on_their_way.append(way)
+
+    def _beside(self, plan: Plan, conductor: Conductor) -> dict[str, Tensor]:
+        """Name what is averaged besides weights: buffers and moments, as the plan has it."""
+        beside = dict(self.replica.buffers) if plan.buffers == "average" else {}
+        return beside | self._moments(conductor) if plan.optimizer_state == "average" else beside
+
+    def _moments(self, conductor: Conductor) -> dict[str, Tensor]:
+        """Name the optimizers' moments of parameters that have them on every worker."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, p in self.replica.originals.items():
+            for optimizer in self._optimizers:
+                state = optimizer.state.get(p, {})
+                like = {k: local_of(t) for k, t in state.items() if isinstance(t, Tensor) and t.shape == p.shape}
+                found.setdefault(name, {}).update({f"moment:{key}:{name}": t for key, t in like.items()})
+        here = torch.tensor([float(bool(found[name])) for name in found])
+        if conductor.workers > 1:
+            here = conductor.run(flags(here.to(conductor.device)), "control").mean["flags"]
+        everywhere = [name for name, share in zip(found, here.tolist(), strict=True) if share == 1]
+        return {key: t for name in everywhere for key, t in found[name].items() if t.is_floating_point()}
+
+    def _follow_leader(self, conductor: Conductor) -> None:
+        """Give every worker the buffers of the first."""
+        jobs = [_Job(_first(bucket), _writing(bucket)) for bucket in _split(self.replica.all_buffers)]
+        if conductor.workers > 1:
+            self._run(conductor, jobs)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            for optimizer in self._optimizers:
+                if self.replica.originals[name] in optimizer.state:
+                    optimizer.state[self.replica.originals[name]].clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this worker must save of its rounds. Waits for what is on its way."""
+        way = [{"part": each.part, "due": each.due, "means": each.arrive()} for each in self._on_their_way]
+        return {"anchor": self.anchor, "way": way}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.anchor = None
+        if saved["anchor"] is not None:
+            self.anchor = {name: self._anchored(p) for name, p in self.replica.params.items()}
+            write(self.anchor, saved["anchor"])
+        self._on_their_way = [
+            _OnItsWay(each["part"], each["due"], [copied(mean, self.replica.devices) for mean in each["means"]])
+            for each in saved.get("way", [])
+        ]
+
+
+def _replacing(tensors: Mapping[str, Tensor]) -> _Job:
+    return _Job(Exact(wide=True).average(tensors, {}), _writing(tensors))
+
+
+def _writing(tensors: Mapping[str, Tensor]) -> Callable[[Averaged], None]:
+    return lambda end: write(tensors, end.mean)
+
+
+def _first(tensors: Mapping[str, Tensor]) -> Exchange:
+    """Hear all workers, and keep what the first said."""
+    flat = torch.cat([t.reshape(-1) for t in tensors.values()])
+    rows = yield Gather(flat)
+    parts = rows[0].split([t.numel() for t in tensors.values()])
+    mean = {name: part.view(t.shape) for (name, t), part in zip(tensors.items(), parts, strict=True)}
+    return Averaged(mean, dict, lambda: torch.tensor(True))
+
+
+def _same(nest: Any) -> Any:
+    """Copy a nest of dicts, but not the tensors in it."""
+    return {key: _same(value) for key, value in nest.items()} if isinstance(nest, Mapping) else nest
+
+
+def _split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    return [{name: tensors[name] for name in names} for names in in_buckets(tensors)]

@@ -1,0 +1,206 @@
+"""With whom: levels of groups, innermost first.
+
+A plan names a level by how many workers are in one of its groups. Which workers those are is found here: consecutive
+ones of the whole group, or the groups that the user has already, from a DeviceMesh or as process groups.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from laconic.ledger import Ledger
+from laconic.schedules import Level
+from laconic.text import as_code
+from laconic.wires.group import Conductor
+
+Given: TypeAlias = DeviceMesh | Sequence[dist.ProcessGroup]
+
+
+@runtime_checkable
+class Topology(Protocol):
+    """Which workers, if not all, average gradients at steps that are otherwise local."""
+
+    @property
+    def inner(self) -> Level:
+        """The level whose groups average gradients at every step, or None."""
+        ...
+
+
+@dataclass(frozen=True, repr=False)
+class World:
+    """All workers are alike: a local step is each worker's own."""
+
+    __repr__ = as_code
+
+    @property
+    def inner(self) -> Level:
+        """No level."""
+        return None
+
+
+@dataclass(frozen=True, repr=False)
+class Groups:
+    """Groups of `size` workers, or those of one "machine", average gradients exactly at every local step.
+
+    So a group acts as one worker of the plan: DiLoCo between sites, DDP inside each.
+    """
+
+    size: int | Literal["machine"]
+
+    __repr__ = as_code
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.size, int) and not isinstance(self.size, bool) and self.size >= 2
+        if not whole and self.size != "machine":
+            raise ValueError(
+                f"Groups(size={self.size!r}): a group is a whole number of at least 2 workers, or "
+                '"machine" for those of one machine.'
+            )
+
+    @property
+    def inner(self) -> Level:
+        """The level of the groups."""
+        return self.size
+
+
+class Levels:
+    """The groups that this worker is in, each with its conductor; the whole one is always there."""
+
+    def __init__(self, group: dist.ProcessGroup | None, ledger: Ledger, given: Given | None = None) -> None:
+        self._given = {} if given is None else _by_size(given)
+        whole = whole_of(given) if group is None and given is not None else group
+        self.ledger = ledger
+        self.world = Conductor(whole, ledger)
+        self._whole = whole
+        self._conductors: dict[Level, Conductor] = {None: self.world, self.world.workers: self.world}
+
+    def prepare(self, wanted: Iterable[Level]) -> None:
+        """Make the groups of these levels, on all workers together, unless they are there."""
+        for level in wanted:
+            if level not in self._conductors:
+                size = workers_on_this_machine(self.world.workers) if level == "machine" else level
+                assert isinstance(size, int)
+                if size not in self._conductors:
+                    self._conductors[size] = self._conductor(size)
+                self._conductors[level] = self._conductors[size]
+
+    def __getitem__(self, level: Level) -> Conductor:
+        """Find the conductor of a level that was prepared."""
+        return self._conductors[level]
+
+    def named(self) -> list[Level]:
+        """List the levels that plans have named so far."""
+        return [level for level in self._conductors if level is not None]
+
+    def all(self) -> list[Conductor]:
+        """List the conductors, each once."""
+        return list(dict.fromkeys(self._conductors.values()))
+
+    def close(self) -> None:
+        """End all conductors."""
+        for conductor in self.all():
+            conductor.close()
+
+    def _conductor(self, size: int) -> Conductor:
+        name = f"groups of {size}"
+        if self._whole is None or size == 1:
+            return Conductor(None, self.ledger, level=name)
+        if self._given:
+            if size not in self._given:
+                raise ValueError(
+                    f"the plan asks for groups of {size} workers, and levels= has groups of "
+                    f"{', '.join(map(str, self._given))}. Make the two agree."
+                )
+            return Conductor(self._given[size], self.ledger, level=name)
+        return Conductor(subgroup_of(self._whole, size), self.ledger, level=name)
+
+
+def check_world(plan_levels: Sequence[Level], workers: int, what: str) -> None:
+    """Refuse groups that do not fit into this many workers, or of which the last is not the world."""
+    sizes = [level for level in plan_levels if isinstance(level, int)]
+    for size in sizes:
+        if workers % size:
+            raise ValueError(
+                f"{what}: {workers} workers cannot be divided into groups of {size}. "
+                f"Choose a size that divides {workers}."
+            )
+
+
+def subgroup_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """Make the subgroup of `size` consecutive workers of `group` that this worker is in.
+
+    Where `group` is the whole world, every worker makes every subgroup, as torch does. Otherwise only its members make
+    a subgroup, so that other groups in the same world need not make theirs at the same time.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if size < 1 or len(ranks) % size:
+        raise ValueError(
+            f"{len(ranks)} workers cannot be divided into groups of {size}. Choose a size that divides {len(ranks)}."
+        )
+    backend = dist.get_backend(group)
+    whole = len(ranks) == dist.get_world_size()
+    made = None
+    for first in range(0, len(ranks), size):
+        members = ranks[first : first + size]
+        if dist.get_rank() in members:
+            made = dist.new_group(members, backend=backend, use_local_synchronization=not whole)
+        elif whole:
+            dist.new_group(members, backend=backend)
+    if not isinstance(made, dist.ProcessGroup):
+        raise RuntimeError("torch.distributed.new_group() did not make this worker a member of its own group.")
+    return made
+
+
+def workers_on_this_machine(most: int) -> int:
+    """Tell how many workers share a machine: what the launcher says, else the GPUs here, else all, `most`."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if said.isdigit() and int(said) > 0:
+        return min(int(said), most)
+    return min(torch.accelerator.device_count() or most, most)
+
+
+def whole_of(given: Given) -> dist.ProcessGroup:
+    """Find the group of all workers that a mesh or nested groups cover."""
+    return list(_by_size(given).values())[-1]
+
+
+def _by_size(given: Given) -> dict[int, dist.ProcessGroup]:
+    groups = _mesh_groups(given) if isinstance(given, DeviceMesh) else list(given)
+    if not groups or not all(isinstance(group, dist.ProcessGroup) for group in groups):
+        raise TypeError(
+            f"levels={given!r}: give a DeviceMesh, or this worker's process groups in a list, innermost first."
+        )
+    members = [set(dist.get_process_group_ranks(group)) for group in groups]
+    for inner, outer in pairwise(members):
+        if not inner < outer:
+            raise ValueError(
+                f"levels: the group of workers {sorted(inner)} is not a part of the next, {sorted(outer)}. Give this "
+                "worker's groups innermost first, each inside the next."
+            )
+    return {group.size(): group for group in groups}
+
+
+def _mesh_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Take the last dimension of a mesh as the innermost level, then the last two together, and so on."""
+    names = mesh.mesh_dim_names
+    if mesh.ndim == 1:
+        return [mesh.get_group()]
+    if names is None:
+        raise ValueError(
+            "levels: this DeviceMesh has no names for its dimensions, and groups are found by them. Make it with "
+            "mesh_dim_names=(...), the innermost (fastest) dimension last."
+        )
+    groups = [mesh[names[-1]].get_group()]
+    for first in range(mesh.ndim - 2, 0, -1):
+        groups.append(mesh[names[first:]]._flatten().get_group())
+    everyone = mesh.size() == dist.get_world_size() and dist.group.WORLD is not None
+    groups.append(dist.group.WORLD if everyone else mesh._flatten().get_group())  # type: ignore[arg-type]
+    return groups
