@@ -27,8 +27,8 @@ from laconic.plans import Plan
 from laconic.replica import Replica, fresh_state
 from laconic.rounds import Anchors, Commit, Rounds
 from laconic.scaling import LossScaling
-from laconic.schedules import Nested, Pace, Payload, Turn
-from laconic.topology import Given, Levels, check_world, whole_of
+from laconic.schedules import Pace, Payload, Turn
+from laconic.topology import Given, Levels, whole_of
 from laconic.wires.group import resolved
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ class Talk:
         self.ledger = ledger
         ddp = find_ddp(model)
         whole = _group(ddp, group, levels)
-        self._levels = Levels(whole, self.ledger, levels)
-        self._prepare_levels(plan)
+        self._levels = Levels(plan.levels, whole, self.ledger, levels)
         self._replica = Replica(ddp.module if ddp else model, self._levels)
         self._rounds = Rounds(self._replica, optimizers, commit, anchors)
         self._pace = Pace(since=plan.schedule.start - 1)
@@ -159,7 +158,7 @@ class Talk:
         """
         if not isinstance(plan, Plan):
             raise TypeError(f"change({plan!r}): a Plan is needed, such as laconic.power_sgd(rank=4).")
-        self._prepare_levels(plan)
+        self._levels.prepare(plan.levels)
         self.average_weights()
         self.plan = plan
         self._pace = Pace(since=max(self.step, plan.schedule.start - 1))
@@ -226,16 +225,6 @@ class Talk:
     def __repr__(self) -> str:
         return f"<Talk {self.plan!r} at step {self.step}, {self.workers} workers>"
 
-    def _prepare_levels(self, plan: Plan) -> None:
-        workers = self._levels.world.workers
-        check_world(plan.levels, workers, repr(plan))
-        if isinstance(plan.schedule, Nested) and plan.levels[-1] != workers:
-            raise ValueError(
-                f"{plan!r}: its last groups have {plan.levels[-1]} workers, and there are {workers}. The last level "
-                f"must be all of them: write {workers} there, or start {plan.levels[-1]} workers."
-            )
-        self._levels.prepare(plan.levels)
-
     def _prepare(self) -> None:
         """Get ready for the next step: whether gradients are averaged in it, and where deltas start from."""
         turns = self.plan.at(self.step + 1, self._pace)
@@ -270,7 +259,7 @@ class Talk:
         for turn in self.plan.at(self.step, self._pace):
             if turn.payload is Payload.WEIGHTS:
                 self._rounds.turn(self.plan, turn, self.step)
-                if self.plan.is_outermost(turn):
+                if turn.part is None and self.plan.is_outermost(turn):
                     self._pace = Pace(self.step)
         self._prepare()
 

@@ -7,7 +7,7 @@ ones of the whole group, or the groups that the user has already, from a DeviceM
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
@@ -72,25 +72,51 @@ class Groups:
 
 
 class Levels:
-    """The groups that this worker is in, each with its conductor; the whole one is always there."""
+    """The groups that this worker is in, each with its conductor; the one of all workers is always there."""
 
-    def __init__(self, group: dist.ProcessGroup | None, ledger: Ledger, given: Given | None = None) -> None:
+    def __init__(
+        self, plan_levels: Sequence[Level], group: dist.ProcessGroup | None, ledger: Ledger, given: Given | None = None
+    ) -> None:
         self._given = {} if given is None else _by_size(given)
-        whole = whole_of(given) if group is None and given is not None else group
-        self.ledger = ledger
-        self.world = Conductor(whole, ledger)
-        self._whole = whole
+        self._whole = group
+        self._ledger = ledger
+        self.check(plan_levels)  # before any group is made: whoever is refused leaves nobody waiting
+        self.world = Conductor(group, ledger)
         self._conductors: dict[Level, Conductor] = {None: self.world, self.world.workers: self.world}
+        self.prepare(plan_levels)
 
-    def prepare(self, wanted: Iterable[Level]) -> None:
+    @property
+    def workers(self) -> int:
+        """How many workers there are in all."""
+        return 1 if self._whole is None else self._whole.size()
+
+    def check(self, wanted: Sequence[Level]) -> None:
+        """Refuse levels that do not fit these workers, or of which the last is not all of them."""
+        for size in (self._size(level) for level in wanted):
+            if self.workers % size:
+                raise ValueError(
+                    f"the plan asks for groups of {size}, and {self.workers} workers cannot be divided so. "
+                    f"Choose a size that divides {self.workers}."
+                )
+            if self._given and size not in (1, self.workers, *self._given):
+                raise ValueError(
+                    f"the plan asks for groups of {size}, and levels= has groups of "
+                    f"{', '.join(map(str, self._given))}. Make the two agree."
+                )
+        if wanted and self._size(wanted[-1]) != self.workers:
+            raise ValueError(
+                f"the plan's last groups have {self._size(wanted[-1])} workers, and there are {self.workers}. The last "
+                f"level must be all of them: write {self.workers} there, or start {self._size(wanted[-1])} workers."
+            )
+
+    def prepare(self, wanted: Sequence[Level]) -> None:
         """Make the groups of these levels, on all workers together, unless they are there."""
+        self.check(wanted)
         for level in wanted:
-            if level not in self._conductors:
-                size = workers_on_this_machine(self.world.workers) if level == "machine" else level
-                assert isinstance(size, int)
-                if size not in self._conductors:
-                    self._conductors[size] = self._conductor(size)
-                self._conductors[level] = self._conductors[size]
+            size = self._size(level)
+            if size not in self._conductors:
+                self._conductors[size] = Conductor(self._group(size), self._ledger, level=f"groups of {size}")
+            self._conductors[level] = self._conductors[size]
 
     def __getitem__(self, level: Level) -> Conductor:
         """Find the conductor of a level that was prepared."""
@@ -100,38 +126,20 @@ class Levels:
         """List the levels that plans have named so far."""
         return [level for level in self._conductors if level is not None]
 
-    def all(self) -> list[Conductor]:
-        """List the conductors, each once."""
-        return list(dict.fromkeys(self._conductors.values()))
-
     def close(self) -> None:
         """End all conductors."""
-        for conductor in self.all():
+        for conductor in dict.fromkeys(self._conductors.values()):
             conductor.close()
 
-    def _conductor(self, size: int) -> Conductor:
-        name = f"groups of {size}"
+    def _size(self, level: Level) -> int:
+        if level is None:
+            return self.workers
+        return workers_on_this_machine(self.workers) if level == "machine" else level
+
+    def _group(self, size: int) -> dist.ProcessGroup | None:
         if self._whole is None or size == 1:
-            return Conductor(None, self.ledger, level=name)
-        if self._given:
-            if size not in self._given:
-                raise ValueError(
-                    f"the plan asks for groups of {size} workers, and levels= has groups of "
-                    f"{', '.join(map(str, self._given))}. Make the two agree."
-                )
-            return Conductor(self._given[size], self.ledger, level=name)
-        return Conductor(subgroup_of(self._whole, size), self.ledger, level=name)
-
-
-def check_world(plan_levels: Sequence[Level], workers: int, what: str) -> None:
-    """Refuse groups that do not fit into this many workers, or of which the last is not the world."""
-    sizes = [level for level in plan_levels if isinstance(level, int)]
-    for size in sizes:
-        if workers % size:
-            raise ValueError(
-                f"{what}: {workers} workers cannot be divided into groups of {size}. "
-                f"Choose a size that divides {workers}."
-            )
+            return None
+        return self._given[size] if self._given else subgroup_of(self._whole, size)
 
 
 def subgroup_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
