@@ -8,6 +8,7 @@ A plan answers four questions: when do workers talk (`schedule`), how is it said
 was heard (`outer`), and with whom. `attach` puts it on a model and an optimizer; the training loop stays as it is.
 """
 
+from laconic.agreement import DisagreementError
 from laconic.attach import Talk, attach
 from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
 from laconic.cost import sent_bytes
@@ -28,6 +29,7 @@ from laconic.plans import (
 from laconic.schedules import Every, Nested, PostLocal, Quadratic, Streaming
 from laconic.text import PlanError
 from laconic.topology import Groups, World
+from laconic.wires.patience import LostWorkerError
 
 __version__ = "0.1.0"
 
@@ -37,11 +39,13 @@ __all__ = [
     "ByShape",
     "Cast",
     "Codec",
+    "DisagreementError",
     "ErrorFeedback",
     "Every",
     "Exact",
     "Groups",
     "Ledger",
+    "LostWorkerError",
     "LowRank",
     "Nested",
     "Nesterov",

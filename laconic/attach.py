@@ -1,9 +1,10 @@
-"""Puts a plan on a model and an optimizer. The only file, with `dispatch.py`, that installs hooks.
+"""Puts a plan on a model and an optimizer. The only file, with `dispatch.py` and `sharded.py`, that installs hooks.
 
     talk = laconic.attach(laconic.power_sgd(rank=4), model, optimizer)
 
 The training loop does not change. On a DDP model, gradients travel through DDP's communication hook, overlapped
-with backward; on a bare module, at the optimizer's step. Weights are averaged right after the optimizer's step.
+with backward; on a bare module, at the optimizer's step. Weights are averaged right after the optimizer's step. Models that FSDP
+shards are in `sharded.py`.
 In steps of silence nothing travels at all, DDP's own broadcasts included.
 """
 
@@ -21,13 +22,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laconic.channel import channel_from_env
+from laconic.codecs import Codec
 from laconic.dispatch import Dispatcher, dispatcher_of, find_ddp
+from laconic.fsdp_units import find_units
 from laconic.ledger import Ledger
 from laconic.plans import Plan
 from laconic.replica import Replica, fresh_state
 from laconic.rounds import Anchors, Commit, Rounds
 from laconic.scaling import LossScaling
 from laconic.schedules import Pace, Payload, Turn
+from laconic.sharded import Sharded, check_sharded, check_sharded_plan, replicas_of
 from laconic.topology import Given, Levels, whole_of
 from laconic.wires.group import resolved
 
@@ -49,20 +53,23 @@ def attach(
     ledger: Ledger | None = None,
     commit: Commit = "streaming",
     anchors: Anchors = "device",
+    patience_s: float | None = None,
 ) -> Talk:
     """Let the workers that hold copies of `model` agree as `plan` says.
 
-    Every worker calls it with the same plan. `model` is a DDP model or a bare module, compiled or not; `optimizer`
-    is one, or several that step one after the other: a step is over when the last of them has stepped.
-    `group` are the workers that agree, by default DDP's group or the world. Without torch.distributed it is a
-    world of one, where nothing is sent.
+    Every worker calls it with the same plan. `model` is a DDP model, one sharded by FSDP2, or a bare module, compiled
+    or not; `optimizer` is one, or several that step one after the other: a step is over when the last has stepped.
+    `group` are the workers that agree, by default DDP's group or the world; of a sharded model, those that hold the
+    same shards. Without torch.distributed it is a world of one, where nothing is sent.
 
     `levels` are the groups inside it that the plan may name, from a DeviceMesh (innermost dimension last) or as this
     worker's process groups, innermost first; by default a group of n is n consecutive workers. A round of weights
     commits bucket by bucket ("streaming"), or all at once at its end ("atomic": one copy of the weights more, and a
     round that fails has changed nothing). `anchors="cpu"` keeps the weights that deltas start from in host memory.
+    `patience_s` is how long to wait for other workers in one collective; by default ten times the longest so far, and
+    at least 30 s. Whoever is then missing is named in a `LostWorkerError`.
     """
-    return Talk(plan, model, optimizer, group, levels, ledger, commit, anchors)
+    return Talk(plan, model, optimizer, group, levels, ledger, commit, anchors, patience_s)
 
 
 class Talk:
@@ -78,8 +85,10 @@ class Talk:
         ledger: Ledger | None = None,
         commit: Commit = "streaming",
         anchors: Anchors = "device",
+        patience_s: float | None = None,
     ) -> None:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._units = find_units(model)
         _check(plan, model, optimizers)
         self.plan = plan
         self.step = 0
@@ -89,13 +98,18 @@ class Talk:
             ledger = Ledger() if self._channel is None else self._channel.ledger
         self.ledger = ledger
         ddp = find_ddp(model)
-        whole = _group(ddp, group, levels)
-        self._levels = Levels(plan.levels, whole, self.ledger, levels)
+        whole = _group(ddp, group or replicas_of(self._units), levels)
+        check_sharded(model, self._units, plan, whole)
+        self._patience_s = patience_s
+        self._levels = Levels(plan.levels, whole, self.ledger, levels, patience_s)
         self._replica = Replica(ddp.module if ddp else model, self._levels)
         self._rounds = Rounds(self._replica, optimizers, commit, anchors)
         self._pace = Pace(since=plan.schedule.start - 1)
         self._gradient: Turn | None = None
         self._gradients_ready = False
+        self._dispatcher: Dispatcher | Sharded | None = None
+        if self._units:  # before any hook: it may refuse
+            self._dispatcher = Sharded(self._units, self._replica, self._gradient_codec)
         self._scalings = [LossScaling(each) for each in optimizers]
         self._first_group = optimizers[0].param_groups[0]
         self._handles: list[_Handle] = [
@@ -103,7 +117,8 @@ class Talk:
             *(scaling.attach() for scaling in self._scalings),
             optimizers[-1].register_step_post_hook(self._after_step),
         ]
-        self._dispatcher: Dispatcher | None = None
+        if self._dispatcher is not None:
+            self._handles.append(self._dispatcher)
         if ddp is None:
             self._replica.broadcast()
         else:
@@ -112,7 +127,8 @@ class Talk:
         self._prepare()
         if self._channel is not None:
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            self._channel.start(repr(plan), ledger, whole, trained)
+            everyone = dist.group.WORLD if self._units else whole  # workers of a replica must stop together, too
+            self._channel.start(repr(plan), ledger, everyone, trained)
 
     @property
     def workers(self) -> int:
@@ -158,6 +174,7 @@ class Talk:
         """
         if not isinstance(plan, Plan):
             raise TypeError(f"change({plan!r}): a Plan is needed, such as laconic.power_sgd(rank=4).")
+        check_sharded_plan(self._units, plan)
         self._levels.prepare(plan.levels)
         self.average_weights()
         self.plan = plan
@@ -176,12 +193,29 @@ class Talk:
         if self.plan.local and self.step >= self.plan.schedule.start and self._pace.since != self.step:
             self._rounds.average_all()
 
+    def regroup(self, group: dist.ProcessGroup) -> None:
+        """Go on with the workers of another group, after some were lost or new ones came. For bare modules.
+
+        All workers of the new group call it after the same step. What was under way in the old group is left behind;
+        what this worker's codecs owe, its anchor and its step stay as they are.
+        """
+        if self._dispatcher is not None:
+            raise RuntimeError(
+                "regroup: a DDP model cannot leave its process group. Attach to the bare module, which averages "
+                "gradients at the optimizer's step."
+            )
+        self._levels.abandon()
+        self._levels = Levels(self.plan.levels, group, self.ledger, patience_s=self._patience_s)
+        self._replica.regroup(self._levels)
+        self._rounds.forget_the_way()
+        self._prepare()
+
     def detach(self) -> None:
         """Take all hooks off. A DDP model then averages gradients as DDP does."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._dispatcher is not None and self._dispatcher.take == self._average_bucket:
+        if isinstance(self._dispatcher, Dispatcher) and self._dispatcher.take == self._average_bucket:
             self._dispatcher.take = None
             self._dispatcher.let_talk(True, True)
         self._rounds.forget()
@@ -238,6 +272,7 @@ class Talk:
             self._rounds.drop_anchor()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._levels.raise_if_broken()
         if self._pace.since == self.step:  # the first step of a round: its learning rate sets the pace
             self._pace = Pace(self.step, float(self._first_group["lr"]))
         if self._dispatcher is not None or self._gradient is None:
@@ -263,11 +298,13 @@ class Talk:
                     self._pace = Pace(self.step)
         self._prepare()
 
+    def _gradient_codec(self) -> Codec | None:
+        return None if self._gradient is None else self.plan.codec_of(self._gradient, self.step + 1)
+
     def _average_bucket(self, bucket: GradBucket) -> Future[Tensor]:
-        turn = self._gradient
-        if turn is None:
+        turn, codec = self._gradient, self._gradient_codec()
+        if turn is None or codec is None:
             return resolved(bucket.buffer())
-        codec = self.plan.codec_of(turn, self.step + 1)
         return self._replica.average_bucket(
             codec, turn.level, bucket.parameters(), bucket.gradients(), bucket.buffer(), bucket.is_last()
         )

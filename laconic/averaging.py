@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from laconic.buckets import in_buckets, same_memory
-from laconic.codecs import Exact
+from laconic.buckets import cut, in_buckets, overlapping, pack, same_memory, unpack
 from laconic.wires.group import Conductor
-from laconic.wires.wire import Exchange
+from laconic.wires.wire import Averaged, Exchange, Mean, all_finite
+
+LARGE = 4 << 20
+"""Tensors of this many bytes travel from their own memory; to gather smaller ones costs less than their latency."""
+
+PIECE = 25 << 20
+"""What a large tensor is cut into: a bucket."""
+
+PACK = 8 << 20
+"""What small tensors are gathered into. Up to three packs are on their way, and what two of them are summed from."""
 
 
 def average_in_place(conductor: Conductor, tensors: Mapping[str, Tensor], phase: str = "weights") -> None:
-    """Replace each tensor by its mean over the workers, bucket by bucket, and wait for it.
+    """Replace each tensor by its mean over the workers, and wait for it.
 
-    Tensors keep their storage, strides and dtype; each dtype travels by itself; sums are taken wide, so that equal
-    replicas stay bit-equal. At most two buckets of extra memory are used.
+    Tensors keep their storage, strides and dtype; each dtype travels by itself; sums are taken so that equal
+    replicas stay bit-equal. Large tensors are averaged where they are, so that a failure on the way leaves some with
+    their means and some without. At most two buckets of extra memory are used.
     """
-    run_all(conductor, [mean_of({n: tensors[n] for n in names}) for names in in_buckets(tensors)], phase)
+    if conductor.workers > 1:
+        run_all(conductor, in_turn({name: t.detach() for name, t in tensors.items()}), phase)
 
 
-def mean_of(tensors: Mapping[str, Tensor]) -> Exchange:
-    """Average one bucket, exactly, and write the means over it."""
-    return written(Exact(wide=True).average(tensors, {}), tensors)
+def in_turn(tensors: Mapping[str, Tensor]) -> Iterator[Exchange]:
+    """Divide tensors into exchanges, by their shapes and dtypes alone, which all workers share.
+
+    Memory decides only what an exchange does with a tensor here: one that is not contiguous, or lies on another's
+    memory, is averaged in a copy and written back.
+    """
+    tied = overlapping(tensors)
+    for name, t in tensors.items():
+        if t.nbytes >= LARGE:
+            for piece in cut(t, PIECE):
+                yield mean_of({name: piece}, in_place=name not in tied)
+    small = {name: t for name, t in tensors.items() if 0 < t.nbytes < LARGE}
+    for names in in_buckets(small, PACK):
+        yield mean_of({name: small[name] for name in names})
+
+
+def mean_of(tensors: Mapping[str, Tensor], *, in_place: bool = False) -> Exchange:
+    """Average one bucket, exactly, and write the means over it; `in_place` spares a copy where memory allows."""
+    flat = pack(tensors, alias=in_place)
+    if flat.numel():  # no collective for nothing
+        flat = yield Mean(flat, wide=True)
+    write(tensors, unpack(flat, like=tensors))
+    return Averaged(dict(tensors), dict, lambda: all_finite(tensors))
 
 
 def written(exchange: Exchange, into: Mapping[str, Tensor]) -> Exchange:

@@ -32,6 +32,8 @@ class BucketStream:
     layout: list[list[str]] = field(default_factory=list)
     """Names by exchange, as of the last backward."""
     phase: str = "gradient"
+    quiet: bool = False
+    """Whether errors are left for whoever steps the optimizer to find: DDP's backward cannot raise them as they are."""
     _coming: list[list[str]] = field(default_factory=list)
     _repeat: list[list[str]] | None = None
     _held: list[_Bucket] = field(default_factory=list)
@@ -66,7 +68,8 @@ class BucketStream:
         self._coming += layout
         buckets = [{name: tensors[name] for name in names} for names in layout]
         exchanges = [written(begin(bucket), bucket) for bucket in buckets]
-        self.conductor.submit_all(exchanges, self.phase, [b.flat for b in held], [b.future for b in held])
+        values, futures = [b.flat for b in held], [b.future for b in held]
+        self.conductor.submit_all(exchanges, self.phase, values, futures, self.quiet)
 
 
 @dataclass(frozen=True, eq=False)

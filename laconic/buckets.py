@@ -37,7 +37,7 @@ def pack(tensors: Tensors, *, alias: bool = False) -> Tensor:
     if not values:
         return torch.empty(0)
     if len(values) == 1:
-        return values[0].reshape(-1).clone()
+        return values[0].clone(memory_format=torch.contiguous_format).view(-1)
     flat: Tensor = _flatten_dense_tensors(values)
     return flat
 
@@ -92,6 +92,47 @@ def in_buckets(tensors: Mapping[str, Tensor], cap_bytes: int = 25 << 20) -> list
         names.append(name)
         open_[t.dtype, t.device] = (names, filled + size)
     return buckets
+
+
+def cut(t: Tensor, cap_bytes: int) -> list[Tensor]:
+    """Cut a tensor into views of about equal size, at most `cap_bytes` each, that follow each other in its rows.
+
+    Where the cuts are depends on the shape alone, so that workers whose strides differ cut alike; the pieces of a
+    contiguous tensor are contiguous.
+
+    >>> [piece.tolist() for piece in cut(torch.arange(6).view(3, 2), cap_bytes=32)]
+    [[[0, 1], [2, 3]], [[4, 5]]]
+    """
+    if t.nbytes <= cap_bytes or t.dim() == 0:
+        return [t]
+    rows = cap_bytes // t[0].nbytes
+    if rows == 0:
+        return [piece for row in t for piece in cut(row, cap_bytes)]
+    return list(t.tensor_split(-(-len(t) // rows)))
+
+
+def overlapping(tensors: Mapping[str, Tensor]) -> set[str]:
+    """Name the tensors that have memory in common with another: tied weights, views of one another.
+
+    >>> x = torch.ones(4)
+    >>> sorted(overlapping({"a": x[:2], "b": x[2:], "c": x[1:3].view(2, 1), "d": torch.ones(4)}))
+    ['a', 'b', 'c']
+    """
+    spans = sorted((*_span(t), name) for name, t in tensors.items() if t.numel())
+    found: set[str] = set()
+    furthest, owner = -1, ""
+    for start, end, name in spans:
+        if start < furthest:
+            found |= {owner, name}
+        if end > furthest:
+            furthest, owner = end, name
+    return found
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """First and last byte of a tensor's memory, whatever lies between."""
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 def as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:

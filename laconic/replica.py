@@ -49,6 +49,11 @@ class Replica:
         """The conductor of all workers."""
         return self.levels.world
 
+    def regroup(self, levels: Levels) -> None:
+        """Talk to other workers from now on."""
+        self.levels = levels
+        self._streams = {}
+
     def average_bucket(
         self,
         codec: Codec,
@@ -68,7 +73,7 @@ class Replica:
 
     def _stream(self, level: Level) -> BucketStream:
         if level not in self._streams:
-            self._streams[level] = BucketStream(self.levels[level])
+            self._streams[level] = BucketStream(self.levels[level], quiet=True)
         return self._streams[level]
 
     def average_gradients(self, codec: Codec, level: Level = None) -> None:

@@ -122,8 +122,12 @@ class Rounds:
 
     def forget(self) -> None:
         """Drop the anchor, and what is on its way, without waiting for it."""
-        self._on_their_way = []
+        self.forget_the_way()
         self.anchor = None
+
+    def forget_the_way(self) -> None:
+        """Drop what is on its way."""
+        self._on_their_way = []
 
     def _names(self, plan: Plan, turn: Turn) -> list[str]:
         if turn.part is None:

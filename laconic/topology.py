@@ -75,13 +75,19 @@ class Levels:
     """The groups that this worker is in, each with its conductor; the one of all workers is always there."""
 
     def __init__(
-        self, plan_levels: Sequence[Level], group: dist.ProcessGroup | None, ledger: Ledger, given: Given | None = None
+        self,
+        plan_levels: Sequence[Level],
+        group: dist.ProcessGroup | None,
+        ledger: Ledger,
+        given: Given | None = None,
+        patience_s: float | None = None,
     ) -> None:
         self._given = {} if given is None else _by_size(given)
         self._whole = group
         self._ledger = ledger
         self.check(plan_levels)  # before any group is made: whoever is refused leaves nobody waiting
-        self.world = Conductor(group, ledger)
+        self._patience_s = patience_s
+        self.world = Conductor(group, ledger, patience_s=patience_s)
         self._conductors: dict[Level, Conductor] = {None: self.world, self.world.workers: self.world}
         self.prepare(plan_levels)
 
@@ -115,7 +121,10 @@ class Levels:
         for level in wanted:
             size = self._size(level)
             if size not in self._conductors:
-                self._conductors[size] = Conductor(self._group(size), self._ledger, level=f"groups of {size}")
+                name = f"groups of {size}"
+                self._conductors[size] = Conductor(
+                    self._group(size), self._ledger, level=name, patience_s=self._patience_s
+                )
             self._conductors[level] = self._conductors[size]
 
     def __getitem__(self, level: Level) -> Conductor:
@@ -130,6 +139,17 @@ class Levels:
         """End all conductors."""
         for conductor in dict.fromkeys(self._conductors.values()):
             conductor.close()
+
+    def abandon(self) -> None:
+        """Leave all conductors behind, with what is under way."""
+        for conductor in dict.fromkeys(self._conductors.values()):
+            conductor.abandon()
+
+    def raise_if_broken(self) -> None:
+        """Raise what broke a group in a backward pass, which cannot raise it itself: DDP's C++ would not pass it on."""
+        for conductor in self._conductors.values():
+            if conductor.broken is not None:
+                raise conductor.broken
 
     def _size(self, level: Level) -> int:
         if level is None:

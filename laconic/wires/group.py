@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from laconic.ledger import Ledger
+from laconic.wires.patience import Patience
 from laconic.wires.wire import Averaged, Exchange, Gather, Mean, Request, operation, payload_bytes
 
 Group = dist.ProcessGroup
@@ -42,6 +44,7 @@ class _Promise:
     values: list[Tensor]
     futures: list[Future[Tensor]]
     open: int
+    quiet: bool = False
 
     def one_ended(self) -> None:
         self.open -= 1
@@ -51,6 +54,9 @@ class _Promise:
                     future.set_result(value)
 
     def fail(self, error: BaseException) -> None:
+        if self.quiet:
+            self.open = 1
+            self.one_ended()
         for future in self.futures:
             if not future.done():
                 # torch's Future takes any exception, whatever its annotation says.
@@ -91,19 +97,28 @@ class Conductor:
     itself, for callers who wait for each batch and let nothing else talk meanwhile.
     """
 
-    def __init__(self, group: Group | None, ledger: Ledger, level: str = "world", share: bool = False) -> None:
+    def __init__(
+        self,
+        group: Group | None,
+        ledger: Ledger,
+        level: str = "world",
+        share: bool = False,
+        patience_s: float | None = None,
+    ) -> None:
         self.ledger = ledger
         self.level = level
         self.group = group
         self.workers = 1 if group is None else group.size()
         self._inline = group is None or self.workers == 1 or dist.get_backend(group) == "nccl"
+        self.patience: Patience | None = None
         if group is not None and not self._inline and not share:
             self.group = group_of_our_own(group)
+            self.patience = Patience(self.group, patience_s)
         backend = None if group is None else dist.get_backend(group)
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._queue: queue.SimpleQueue[_Running | _Flush | _Stop] = queue.SimpleQueue()
         self._active: list[_Running] = []
-        self._broken: BaseException | None = None
+        self.broken: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._stop: Callable[[], object] | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -118,10 +133,18 @@ class Conductor:
         return future
 
     def submit_all(
-        self, exchanges: Sequence[Exchange], phase: str, values: Sequence[Tensor], futures: Sequence[Future[Tensor]]
+        self,
+        exchanges: Sequence[Exchange],
+        phase: str,
+        values: Sequence[Tensor],
+        futures: Sequence[Future[Tensor]],
+        quiet: bool = False,
     ) -> None:
-        """Queue exchanges; when all have ended, the futures get `values`."""
-        promise = _Promise(list(values), list(futures), len(exchanges))
+        """Queue exchanges; when all have ended, the futures get `values`.
+
+        So they do after an error if `quiet`, and it is for the caller to look at `broken` before values are used.
+        """
+        promise = _Promise(list(values), list(futures), len(exchanges), quiet)
         for exchange in exchanges:
             self._start(_Running(exchange, promise, phase, self.ledger.step))
 
@@ -153,6 +176,12 @@ class Conductor:
             self._stop()
         self._stop = self._thread = None
 
+    def abandon(self) -> None:
+        """Leave what is under way behind, for workers that cannot answer any more."""
+        if self.patience is not None:
+            self.patience.give_up()
+        self.close()
+
     def _ensure_thread(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), self._queue), daemon=True)
@@ -182,8 +211,8 @@ class Conductor:
             while self._active:
                 self._advance_all(self._active)
             return
-        if self._broken is not None:
-            item.promise.fail(self._broken)
+        if self.broken is not None:
+            item.promise.fail(self.broken)
             return
         older, self._active = self._active, [*self._active, item]
         self._guarded(self._begin, item)
@@ -201,7 +230,7 @@ class Conductor:
         try:
             action(running)
         except Exception as error:
-            self._broken = error
+            self.broken = error
             for each in [running, *self._active]:
                 each.ended = True
                 each.promise.fail(error)
@@ -214,7 +243,7 @@ class Conductor:
     def _advance(self, running: _Running) -> None:
         """Wait for the answer in flight, hand it over, and launch what is asked next."""
         if running.work is not None:
-            running.work.wait()
+            self._wait(running)
         try:
             assert running.answering is not None
             running.work = next(running.answering)
@@ -222,6 +251,13 @@ class Conductor:
             answer: Tensor = stop.value
             self._record(running)
             self._ask(running, lambda: running.exchange.send(answer))
+
+    def _wait(self, running: _Running) -> None:
+        if self.patience is None:
+            running.work.wait()
+        else:
+            what = f"step {running.step}, {running.phase} among {self.workers} workers ({self.level})"
+            self.patience.wait(running.work, what)
 
     def _ask(self, running: _Running, proceed: Callable[[], Request]) -> None:
         try:
@@ -264,9 +300,10 @@ class Conductor:
         if request.wide and not self._sums_exactly(request.x.dtype):
             return (yield from self._wide_mean(request.x))
         x = request.x.contiguous()
-        x.div_(self.workers)  # before the sum, so that fp16 does not overflow
+        if not request.wide:
+            x.div_(self.workers)  # before the sum, so that fp16 does not overflow
         yield dist.all_reduce(x, group=self.group, async_op=True)
-        return x
+        return x.div_(self.workers) if request.wide else x  # after it, so that equal numbers near zero stay equal
 
     def _sums_exactly(self, dtype: torch.dtype) -> bool:
         """Whether equal values survive a plain sum in any order: up to 4 terms do, but 3; from 5 on they round."""
@@ -280,16 +317,96 @@ class Conductor:
     def _wide_mean(self, x: Tensor) -> Generator[Any, None, Tensor]:
         """Reduce-scatter by hand, summing so that equal stays equal, then all-gather: a ring all-reduce's bytes."""
         flat = x.reshape(-1)
+        if flat.nbytes >= _BY_LETTER and flat.device.type == "cpu" and dist.get_backend(self.group) == "gloo":
+            return (yield from self._wide_mean_by_letters(flat)).view(x.shape)
         share = -(-flat.numel() // self.workers)  # rounded up
         padded = flat.new_zeros(self.workers * share)
         padded[: flat.numel()] = flat
         pieces = torch.empty_like(padded)
-        yield dist.all_to_all_single(pieces, padded, group=self.group, async_op=True)
-        # Distances from the first worker's values: where all are equal, the mean is exactly that.
-        parts = pieces.view(self.workers, share).to(torch.float32 if x.element_size() < 4 else x.dtype)
-        mean = (parts[0] + (parts[1:] - parts[0]).sum(0).div_(self.workers)).to(x.dtype)
-        yield dist.all_gather(list(padded.view(self.workers, share).unbind()), mean, group=self.group, async_op=True)
+        yield dist.all_to_all_single(_as_bytes(pieces), _as_bytes(padded), group=self.group, async_op=True)
+        mean = _mean(pieces.view(self.workers, share).unbind()).to(x.dtype)
+        rows = list(_as_bytes(padded).view(self.workers, -1).unbind())
+        yield dist.all_gather(rows, _as_bytes(mean), group=self.group, async_op=True)
         return padded[: flat.numel()].view(x.shape)
+
+    def _wide_mean_by_letters(self, flat: Tensor) -> Generator[Any, None, Tensor]:
+        """Do the same from and to the memory of `flat` itself, worker to worker.
+
+        gloo's collectives would have it padded, and copy it once more on either side; this needs less than one more
+        `flat`, for what the others say of this worker's share.
+        """
+        assert self.group is not None
+        me, others = self.group.rank(), [w for w in range(self.workers) if w != self.group.rank()]
+        shares = list(flat.tensor_split(self.workers))
+        heard = [shares[me] if worker == me else torch.empty_like(shares[me]) for worker in range(self.workers)]
+        yield self._letters({w: shares[w] for w in others}, {w: heard[w] for w in others})
+        for at in range(0, shares[me].numel(), _IN_CACHE):
+            part = slice(at, at + _IN_CACHE)
+            shares[me][part] = _mean([row[part] for row in heard])
+        del heard
+        yield self._letters(dict.fromkeys(others, shares[me]), {w: shares[w] for w in others})
+        return flat
+
+    def _letters(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> _Works:
+        """Send and receive a tensor a worker; gloo matches those of one pair of workers in the order of posting."""
+        sent = [dist.isend(t, group=self.group, tag=_TAG, group_dst=w) for w, t in outgoing.items()]
+        received = [dist.irecv(t, group=self.group, tag=_TAG, group_src=w) for w, t in incoming.items()]
+        limit_s = None if self.patience is None else self.patience.limit_s
+        return _Works([*sent, *received], limit_s)
+
+
+_BY_LETTER = 1 << 20
+"""From this many bytes on, memory costs more than the calls for each pair of workers do."""
+
+_IN_CACHE = 1 << 16
+"""Elements that are averaged at a time: few enough for a core's cache with a row for each of several workers."""
+
+_TAG = 0x6C61636F
+"""What our letters are marked with, so that a user's own on the same group are not taken for them."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Works:
+    """Several works that are waited for as one."""
+
+    works: Sequence[Any]
+    limit_s: float | None
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for all. A letter cannot be waited for in slices: gloo cuts the connection when time is up."""
+        for work in self.works:
+            work.wait() if self.limit_s is None else work.wait(timedelta(seconds=self.limit_s))
+
+    def is_completed(self) -> bool:
+        """Say yes: `wait` comes back when all have ended, or fails for good."""
+        return True
+
+
+def _mean(rows: Sequence[Tensor]) -> Tensor:
+    """Average rows by their distances from the first: where all are equal, the mean is exactly that. Integers round."""
+    kind = rows[0].dtype
+    wide = torch.float32 if kind.itemsize < 4 else kind
+    if not (kind.is_floating_point or kind.is_complex):
+        wide = torch.int64
+    first, *others = [row.to(wide) for row in rows]
+    off = others[0] - first
+    for other in others[1:]:
+        off += other - first
+    if wide == torch.int64:
+        return first + (off.double() / len(rows)).round().to(wide)
+    mean = first + off.div_(len(rows))
+    if off.device.type == "cpu" and bool(off.sum().isfinite()):
+        return mean
+    # Infinities have no distance, and that of huge numbers may overflow: these are averaged term by term.
+    plain = first / len(rows)
+    for other in others:
+        plain += other / len(rows)
+    return torch.where(off.isfinite(), mean, plain)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """See a flat tensor as bytes: backends move those of any dtype, and not all dtypes."""
+    return x.view(torch.uint8)
 
 
 def _stop(items: queue.SimpleQueue[_Running | _Flush | _Stop], thread: threading.Thread) -> None:

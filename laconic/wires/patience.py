@@ -1,0 +1,147 @@
+"""How long a worker waits for the others, and what it says when that was too long.
+
+A gloo worker whose neighbour dies is told so at once, but the others in the ring wait for the whole timeout of their
+group, 30 minutes by default; and nobody is told of a worker that merely stands still. So waits are cut into slices.
+Between two slices a worker looks at a key in the group's store, the alarm, which the first to notice sets. And it gives
+up by itself after a limit taken from the rounds so far. Then all who still answer say so in the store, and the error
+names those who do not. While all goes well the store is not touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+SLICE = timedelta(milliseconds=250)
+LEAST_S = 30.0
+"""Nobody is given up before this, however fast rounds have been."""
+FIRST_S = 300.0
+"""The limit while there is nothing to go by: workers may start up at different times."""
+TIMES_LONGEST = 10.0
+ANSWER_S = 0.8
+"""How long those who noticed wait for each other's word."""
+
+
+class LostWorkerError(RuntimeError):
+    """A worker died, stands still or was cut off. `missing` are those who did not answer, by their index."""
+
+    def __init__(self, message: str, missing: list[int]) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class Work(Protocol):
+    """A collective on its way."""
+
+    def wait(self, timeout: timedelta = ...) -> Any:
+        """Wait for it."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        ...
+
+
+class Patience:
+    """One group's waits. `limit_s` fixes the limit; None takes it from measured rounds."""
+
+    def __init__(self, group: dist.ProcessGroup, limit_s: float | None = None) -> None:
+        self._me, self._workers = group.rank(), group.size()
+        self._limit_s = limit_s
+        self._measured: deque[float] = deque(maxlen=100)
+        self._store = PrefixStore(f"laconic/{group.group_name}", _default_store())
+        self._given_up = False
+
+    @property
+    def limit_s(self) -> float:
+        """How long the next collective may take."""
+        if self._limit_s is not None:
+            return self._limit_s
+        if len(self._measured) < 5:
+            return FIRST_S
+        return max(LEAST_S, TIMES_LONGEST * max(self._measured))
+
+    def give_up(self) -> None:
+        """Let the wait that is under way end at its next slice: nobody needs its answer any more."""
+        self._given_up = True
+
+    def wait(self, work: Work, what: str) -> None:
+        """Wait for a collective; `what` says which one, for the error."""
+        begun = time.monotonic()
+        while True:
+            try:
+                work.wait(SLICE)
+            except RuntimeError as error:
+                if work.is_completed():
+                    self._sound_alarm(what)
+                    raise self._lost(what, f"the connection broke ({_first_line(error)})") from error
+            else:
+                self._measured.append(time.monotonic() - begun)
+                return
+            waited = time.monotonic() - begun
+            if self._given_up:
+                raise LostWorkerError(f"{what} was abandoned.", [])
+            if (alarm := self._alarm()) is not None:
+                raise self._lost(what, alarm)
+            if waited > self.limit_s:
+                self._sound_alarm(what)
+                raise self._lost(what, f"nothing came for {waited:.1f} s, and {self.limit_s:.1f} s are the limit")
+
+    def _alarm(self) -> str | None:
+        with contextlib.suppress(RuntimeError):  # a store that is gone: then the limit decides
+            if self._store.check(["alarm"]):
+                said = json.loads(self._store.get("alarm"))
+                return f"worker {said['worker']} gave the alarm in {said['what']}"
+        return None
+
+    def _sound_alarm(self, what: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.set("alarm", json.dumps({"worker": self._me, "what": what}))
+
+    def _lost(self, what: str, why: str) -> LostWorkerError:
+        missing = self._missing()
+        if missing is None:
+            return LostWorkerError(
+                f"{what}: {why}, and the store through which workers find each other does not answer. "
+                "The worker that holds it is gone: start the run again from its last checkpoint.",
+                [],
+            )
+        who = "all workers answer, but one of them was late" if not missing else _names(missing) + " did not answer"
+        return LostWorkerError(
+            f"{what}: {why}; {who}.\n  Nobody can average without all workers. Go on without the missing ones "
+            "(talk.regroup), or start the run again from its last checkpoint.",
+            missing,
+        )
+
+    def _missing(self) -> list[int] | None:
+        """Say that we are here, wait a little for the others to say so, and list those who have not."""
+        try:
+            self._store.set(f"here/{self._me}", "")
+            until = time.monotonic() + ANSWER_S
+            while True:
+                missing = [w for w in range(self._workers) if not self._store.check([f"here/{w}"])]
+                if not missing or time.monotonic() > until:
+                    return missing
+                time.sleep(0.05)
+        except RuntimeError:
+            return None
+
+
+def _names(workers: list[int]) -> str:
+    return f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].rpartition("] ")[2].split(". This is")[0]
+
+
+def _default_store() -> Store:
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
