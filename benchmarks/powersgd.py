@@ -4,8 +4,12 @@
     python benchmarks/powersgd.py --device cpu --workers 2 --models ResNet-50
 
 A model of nothing but parameters, wrapped in DDP, whose backward hands out ready gradients: what a hook costs is the
-time of that backward over the same with a hook that does nothing. `floor` is 7 passes over fp32 gradients at the copy
-bandwidth measured in the same run. Needs torch and laconic's core on the path, nothing else.
+time of that backward over the same with a hook that does nothing. The two take turns, so that whatever else the machine
+does meets both; a cost is the difference of their medians, and the spread is half of what lies between the quartiles of
+the hook's own times. `floor` is 7 passes over fp32 gradients at the copy bandwidth measured in the same run.
+
+Needs torch and laconic's core on the path, nothing else. The authors' package takes part where it is installed, from
+its repository (https://github.com/epfml/powersgd), as the one on PyPI is empty.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import datetime
 import gc
 import json
 import logging
+import math
 import os
 import socket
 import statistics
@@ -37,6 +42,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import laconic
 
 ONE_BUCKET_MB = 1 << 16
+WARM_UP = 6
+AT_MOST = 400
+
+Hook = tuple[Callable[[], float], Callable[[], None]]
+"""What tells the bytes sent in a step, and what is left to do after backward."""
+Put = Callable[[DDP], Hook]
+
+
+class NotInstalled(RuntimeError):
+    """A contestant that is not here."""
 
 
 class HandsOut(torch.autograd.Function):
@@ -62,31 +77,60 @@ class Parameters(nn.Module):
         return HandsOut.apply(self.grads, *self.all)
 
 
-def torch_power_sgd(rank: int, batch: bool) -> Callable[[DDP], Callable[[], float]]:
-    def put(ddp: DDP) -> Callable[[], float]:
+def nothing() -> None:
+    """What most hooks leave to do after backward."""
+
+
+def torch_power_sgd(rank: int, batch: bool) -> Put:
+    def put(ddp: DDP) -> Hook:
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=rank, start_powerSGD_iter=2, batch_tensors_with_same_shape=batch
         )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return lambda: 4.0 * state.total_numel_after_compression / max(1, state.iter - 2)
+        return (lambda: 4.0 * state.total_numel_after_compression / max(1, state.iter - 2)), nothing
 
     return put
 
 
-def hook(function: Any, bytes_each: float) -> Callable[[DDP], Callable[[], float]]:
-    def put(ddp: DDP) -> Callable[[], float]:
+def authors_power_sgd(rank: int) -> Put:
+    """Their package takes gradients after backward; what it sends it does not say."""
+
+    def put(ddp: DDP) -> Hook:
+        try:
+            from powersgd import Config, PowerSGD
+        except ImportError as error:
+            raise NotInstalled("not installed") from error
+        params = list(ddp.parameters())
+        config = Config(
+            rank=rank, min_compression_rate=2, num_iters_per_step=1, start_compressing_after_num_steps=0
+        )  # fmt: skip
+        aggregator = PowerSGD(params, config=config)
+        ddp.register_comm_hook(None, debugging_hooks.noop_hook)
+
+        def after() -> None:
+            with torch.no_grad():
+                means = aggregator.aggregate([p.grad for p in params])
+                torch._foreach_copy_([p.grad for p in params], means)
+
+        return (lambda: math.nan), after
+
+    return put
+
+
+def hook(function: Any, bytes_each: float) -> Put:
+    def put(ddp: DDP) -> Hook:
         ddp.register_comm_hook(None, function)
         numel = sum(p.numel() for p in ddp.parameters())
-        return lambda: bytes_each * numel
+        return (lambda: bytes_each * numel), nothing
 
     return put
 
 
-def ours(plan: laconic.Plan) -> Callable[[DDP], Callable[[], float]]:
-    def put(ddp: DDP) -> Callable[[], float]:
+def ours(plan: laconic.Plan) -> Put:
+    def put(ddp: DDP) -> Hook:
         talk = laconic.attach(plan, ddp, torch.optim.SGD(ddp.parameters(), lr=0.0))
         talk._replica.solo_exact = False  # the codec itself is what is measured
-        return lambda: laconic.sent_bytes(plan, list(talk._replica.params.items()))
+        return (lambda: laconic.sent_bytes(plan, list(talk._replica.params.items()))), nothing
 
     return put
 
@@ -104,6 +148,7 @@ def contestants(ranks: list[int], device: str) -> list[tuple[str, float, Any]]:
             rows += [(f"torch r={rank} batching", 25, torch_power_sgd(rank, True))]
         rows += [(f"torch r={rank} one bucket", ONE_BUCKET_MB, torch_power_sgd(rank, False))]
         rows += [(f"torch r={rank} one bucket, batching", ONE_BUCKET_MB, torch_power_sgd(rank, True))]
+        rows += [(f"authors r={rank}", ONE_BUCKET_MB, authors_power_sgd(rank))]
         for rounds in ("two", "alternating"):
             plan = laconic.power_sgd(rank=rank, rounds=rounds)
             rows += [(f"laconic r={rank} {rounds}", 25, ours(plan))]
@@ -111,43 +156,55 @@ def contestants(ranks: list[int], device: str) -> list[tuple[str, float, Any]]:
     return rows
 
 
-def measure(shapes: Any, bucket_mb: float, put: Any, device: torch.device, dtype: torch.dtype, seconds: float) -> Any:
-    """Median seconds of a backward, peak bytes of memory and bytes sent; nothing of it stays in memory."""
-    try:
-        return timed(shapes, bucket_mb, put, device, dtype, seconds)
-    finally:
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+class Runner:
+    """One model under one hook: its steps, their times, and its memory."""
 
+    def __init__(self, shapes: Any, bucket_mb: float, put: Put, device: torch.device, dtype: torch.dtype) -> None:
+        self.cuda = device.type == "cuda"
+        before = torch.cuda.memory_allocated() if self.cuda else 0
+        self.ddp = DDP(Parameters(shapes, device, dtype), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
+        self.sent, self.after = put(self.ddp)
+        self.times: list[float] = []
+        for step in range(WARM_UP):
+            if step == WARM_UP - 2 and self.cuda:  # buckets are laid out, kernels compiled
+                torch.cuda.reset_peak_memory_stats()
+            self.step()
+        self.peak = torch.cuda.max_memory_allocated() - before if self.cuda else 0
+        self.times.clear()
 
-def timed(shapes: Any, bucket_mb: float, put: Any, device: torch.device, dtype: torch.dtype, seconds: float) -> Any:
-    model = Parameters(shapes, device, dtype)
-    ddp = DDP(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
-    sent = put(ddp)
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    times: list[float] = []
-
-    def step() -> None:
+    def step(self) -> None:
         start = time.perf_counter()
-        ddp().backward()
-        synchronize()
-        times.append(time.perf_counter() - start)
+        self.ddp().backward()
+        self.after()
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter() - start)
 
-    for _ in range(6):
-        step()
-    times.clear()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+
+def measure(measured: Runner, base: Runner, device: torch.device, seconds: float) -> tuple[float, float, int]:
+    """Seconds over the base, half the distance of the quartiles, and how many steps that is from."""
+    base.times.clear()
     end = time.monotonic() + seconds
-    for _ in range(200):
-        step()
-        go_on = torch.tensor([float(time.monotonic() < end)], device=device)
-        dist.all_reduce(go_on, op=dist.ReduceOp.MIN)
-        if len(times) >= 5 and not float(go_on):
-            break
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return statistics.median(times), peak, sent()
+    gc.collect()
+    gc.disable()  # a collection in the middle of a step is nobody's cost
+    for step in range(AT_MOST):
+        for runner in (base, measured) if step % 2 else (measured, base):
+            runner.step()
+        if step >= 4 and step % 4 == 0:
+            go_on = torch.tensor([float(time.monotonic() < end)], device=device)
+            dist.all_reduce(go_on, op=dist.ReduceOp.MIN)
+            if not float(go_on):
+                break
+    gc.enable()
+    low, _, high = statistics.quantiles(measured.times, n=4)
+    over = statistics.median(measured.times) - statistics.median(base.times)
+    return over, (high - low) / 2, len(measured.times)
+
+
+def clear(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -190,32 +247,42 @@ def run(worker: int, options: argparse.Namespace, port: int) -> None:
         shapes = MODELS[name]()
         numel = sum(torch.Size(s).numel() for s in shapes)
         floor = 7 * 4 * numel / bandwidth
-        bases = {}
-        for bucket_mb in (25, ONE_BUCKET_MB):
-            bases[bucket_mb] = measure(
-                shapes, bucket_mb, hook(debugging_hooks.noop_hook, 0), device, dtype, options.seconds
-            )
+        noop = hook(debugging_hooks.noop_hook, 0)
+        bases = {mb: Runner(shapes, mb, noop, device, dtype) for mb in (25, ONE_BUCKET_MB)}
+        for _ in range(9):
+            bases[25].step()
         if worker == 0:
-            print(f"\n{name}: {numel / 1e6:.1f} M, floor {1e3 * floor:.2f} ms, no-op {1e3 * bases[25][0]:.2f} ms")
-            print(f"{'hook':<36} {'ms over no-op':>14} {'x floor':>8} {'GiB over no-op':>15} {'MB sent':>9}")
+            alone = statistics.median(bases[25].times)
+            print(f"\n{name}: {numel / 1e6:.1f} M, floor {1e3 * floor:.2f} ms, no-op {1e3 * alone:.2f} ms")
+            print(f"{'hook':<36} {'ms over no-op':>14} {'+-':>6} {'x floor':>8} {'GiB over':>9} {'MB sent':>9}")
         for label, bucket_mb, put in contestants(options.ranks, options.device):
             if options.only and not any(word in label for word in options.only):
                 continue
             try:
-                seconds, peak, sent = measure(shapes, bucket_mb, put, device, dtype, options.seconds)
+                measured = Runner(shapes, bucket_mb, put, device, dtype)
+                over, spread, steps = measure(measured, bases[bucket_mb], device, options.seconds)
             except Exception as error:  # a peer that fails is a result
                 if worker == 0:
-                    print(f"{label:<36} failed: {type(error).__name__}: {str(error)[:80]}")
+                    what = str(error) if isinstance(error, NotInstalled) else f"failed: {type(error).__name__}: {error}"
+                    print(f"{label:<36} {what[:100]}", flush=True)
+                clear(device)
                 continue
-            over = seconds - bases[bucket_mb][0]
-            extra = (peak - bases[bucket_mb][1]) / 2**30
-            row = {"model": name, "hook": label, "ms": 1e3 * over, "floors": over / floor, "gib": extra, "sent": sent}
+            extra, sent = (measured.peak - bases[bucket_mb].peak) / 2**30, measured.sent()
+            row = {
+                "model": name, "hook": label, "ms": 1e3 * over, "spread_ms": 1e3 * spread, "steps": steps,
+                "floors": over / floor, "gib": extra, "sent": sent,
+            }  # fmt: skip
             results.append(row)
             if worker == 0:
                 print(
-                    f"{label:<36} {1e3 * over:>14.2f} {over / floor:>8.2f} {extra:>15.2f} {sent / 1e6:>9.2f}",
+                    f"{label:<36} {1e3 * over:>14.2f} {1e3 * spread:>6.2f} {over / floor:>8.2f} {extra:>9.2f} "
+                    f"{sent / 1e6:>9.2f}",
                     flush=True,
                 )
+            del measured
+            clear(device)
+        bases.clear()
+        clear(device)
     if worker == 0 and options.json:
         Path(options.json).write_text(json.dumps(results, indent=1))
     dist.destroy_process_group()

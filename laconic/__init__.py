@@ -12,6 +12,7 @@ from laconic.agreement import DisagreementError
 from laconic.attach import Talk, attach
 from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
 from laconic.cost import sent_bytes
+from laconic.guard import DesyncError, DivergedError, NonFiniteError
 from laconic.ledger import Ledger
 from laconic.outer import Adopt, Nesterov, Optim
 from laconic.plans import (
@@ -39,7 +40,9 @@ __all__ = [
     "ByShape",
     "Cast",
     "Codec",
+    "DesyncError",
     "DisagreementError",
+    "DivergedError",
     "ErrorFeedback",
     "Every",
     "Exact",
@@ -49,6 +52,7 @@ __all__ = [
     "LowRank",
     "Nested",
     "Nesterov",
+    "NonFiniteError",
     "Optim",
     "Plan",
     "PlanError",

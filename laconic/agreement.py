@@ -38,11 +38,13 @@ def agree(conductor: Conductor, what: str, facts: Mapping[str, object]) -> None:
 
 
 def parameter_facts(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """State number, name, shape and dtype of each parameter, in order."""
-    return {
-        f"parameter {index}": f"{name} {list(p.shape)} {str(p.dtype).removeprefix('torch.')}"
-        for index, (name, p) in enumerate(parameters)
-    }
+    """State number, name, shape, dtype, memory layout and whether it is trained of each parameter, in order."""
+    return {f"parameter {index}": _stated(name, p) for index, (name, p) in enumerate(parameters)}
+
+
+def _stated(name: str, p: Tensor) -> str:
+    layout = "" if p.is_contiguous() else f" strides {p.stride()}"
+    return f"{name} {list(p.shape)} {str(p.dtype).removeprefix('torch.')}{layout}{'' if p.requires_grad else ' frozen'}"
 
 
 def _gather(conductor: Conductor, x: Tensor) -> Tensor:

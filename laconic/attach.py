@@ -3,28 +3,32 @@
     talk = laconic.attach(laconic.power_sgd(rank=4), model, optimizer)
 
 The training loop does not change. On a DDP model, gradients travel through DDP's communication hook, overlapped
-with backward; on a bare module, at the optimizer's step. Weights are averaged right after the optimizer's step. Models that FSDP
-shards are in `sharded.py`.
-In steps of silence nothing travels at all, DDP's own broadcasts included.
+with backward; on one that FSDP shards, through its hooks (`sharded.py`); on a bare module, at the optimizer's step.
+Weights are averaged right after the optimizer's step. In steps of silence nothing travels at all, DDP's own broadcasts
+included.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from laconic.agreement import DisagreementError, agree, parameter_facts
 from laconic.channel import channel_from_env
 from laconic.codecs import Codec
 from laconic.dispatch import Dispatcher, dispatcher_of, find_ddp
 from laconic.fsdp_units import find_units
+from laconic.guard import Divergence, NonFinite, different
 from laconic.ledger import Ledger
 from laconic.plans import Plan
 from laconic.replica import Replica, fresh_state
@@ -37,6 +41,9 @@ from laconic.wires.group import resolved
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
+
+
+logger = logging.getLogger(__name__)
 
 
 class _Handle(Protocol):
@@ -54,6 +61,9 @@ def attach(
     commit: Commit = "streaming",
     anchors: Anchors = "device",
     patience_s: float | None = None,
+    sync_initial: bool | None = None,
+    nonfinite: NonFinite | None = None,
+    verify_every: int | None = None,
 ) -> Talk:
     """Let the workers that hold copies of `model` agree as `plan` says.
 
@@ -68,8 +78,29 @@ def attach(
     round that fails has changed nothing). `anchors="cpu"` keeps the weights that deltas start from in host memory.
     `patience_s` is how long to wait for other workers in one collective; by default ten times the longest so far, and
     at least 30 s. Whoever is then missing is named in a `LostWorkerError`.
+
+    Workers that do not agree about model, plan and versions get a `DisagreementError`, all of them. Weights that differ
+    at the start are reported; with `sync_initial=True` all take the first worker's without a word, as those of a bare
+    module do in any case, and with False it is an error. `nonfinite` says what NaN or Inf on one worker leads to:
+    "skip" (nobody steps; in a round of weights, it adopts the others' mean), "exclude" (average without it), "raise" or
+    "ignore". The default is "skip" on the CPU, and "ignore" on a GPU, which would have to be waited for in every step.
+    Every `verify_every` rounds (a step that averages gradients is one) the workers' weights are compared bit for bit;
+    by default every round of weights and every 100 steps of gradients, with 0 never.
     """
-    return Talk(plan, model, optimizer, group, levels, ledger, commit, anchors, patience_s)
+    return Talk(
+        plan,
+        model,
+        optimizer,
+        group,
+        levels,
+        ledger,
+        commit,
+        anchors,
+        patience_s,
+        sync_initial,
+        nonfinite,
+        verify_every,
+    )
 
 
 class Talk:
@@ -86,6 +117,9 @@ class Talk:
         commit: Commit = "streaming",
         anchors: Anchors = "device",
         patience_s: float | None = None,
+        sync_initial: bool | None = None,
+        nonfinite: NonFinite | None = None,
+        verify_every: int | None = None,
     ) -> None:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._units = find_units(model)
@@ -102,8 +136,13 @@ class Talk:
         check_sharded(model, self._units, plan, whole)
         self._patience_s = patience_s
         self._levels = Levels(plan.levels, whole, self.ledger, levels, patience_s)
-        self._replica = Replica(ddp.module if ddp else model, self._levels)
-        self._rounds = Rounds(self._replica, optimizers, commit, anchors)
+        on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+        policy: NonFinite = nonfinite or ("skip" if on_cpu else "ignore")
+        self._divergence = Divergence(verify_every)
+        self._replica = Replica(ddp.module if ddp else model, self._levels, policy)
+        self._rounds = Rounds(self._replica, optimizers, commit, anchors, policy)
+        agree(self._levels.world, "what is attached", _facts(plan, self._replica, model, commit))
+        self._levels.prepare(plan.levels)
         self._pace = Pace(since=plan.schedule.start - 1)
         self._gradient: Turn | None = None
         self._gradients_ready = False
@@ -119,9 +158,8 @@ class Talk:
         ]
         if self._dispatcher is not None:
             self._handles.append(self._dispatcher)
-        if ddp is None:
-            self._replica.broadcast()
-        else:
+        self._start_alike(sync_initial, ddp is None)
+        if ddp is not None:
             self._dispatcher = dispatcher_of(ddp)
             self._dispatcher.take = self._average_bucket
         self._prepare()
@@ -175,6 +213,7 @@ class Talk:
         if not isinstance(plan, Plan):
             raise TypeError(f"change({plan!r}): a Plan is needed, such as laconic.power_sgd(rank=4).")
         check_sharded_plan(self._units, plan)
+        agree(self._levels.world, "the plan to go on with", {"step": self.step, "plan": repr(plan)})
         self._levels.prepare(plan.levels)
         self.average_weights()
         self.plan = plan
@@ -201,11 +240,12 @@ class Talk:
         """
         if self._dispatcher is not None:
             raise RuntimeError(
-                "regroup: a DDP model cannot leave its process group. Attach to the bare module, which averages "
-                "gradients at the optimizer's step."
+                "regroup: a DDP or sharded model cannot leave its process group. Attach to a bare module, which "
+                "averages gradients at the optimizer's step."
             )
         self._levels.abandon()
         self._levels = Levels(self.plan.levels, group, self.ledger, patience_s=self._patience_s)
+        self._levels.prepare(self.plan.levels)
         self._replica.regroup(self._levels)
         self._rounds.forget_the_way()
         self._prepare()
@@ -271,11 +311,27 @@ class Talk:
         if self._rounds.anchor is None and self.plan.needs_anchor and self.step + 1 >= self.plan.schedule.start:
             self._rounds.drop_anchor()
 
+    def _start_alike(self, sync_initial: bool | None, bare: bool) -> None:
+        """Find out whether all workers start from the same weights, and give them the first worker's if asked."""
+        found = different(self._replica.conductor, self._replica.params)
+        if found is not None and sync_initial is not True:
+            odd, name = found
+            text = f"attach: the first weights of workers {odd} are not those of the others, first in {name}"
+            if sync_initial is False:
+                raise DisagreementError(f"{text}. Seed all workers alike, or attach with sync_initial=True.")
+            done = "All now have worker 0's." if bare else "They stay so: sync_initial=True would mend it."
+            logger.warning("%s. %s", text, done)
+        if sync_initial or (bare and sync_initial is None):
+            self._replica.broadcast()
+
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._levels.raise_if_broken()
         if self._pace.since == self.step:  # the first step of a round: its learning rate sets the pace
             self._pace = Pace(self.step, float(self._first_group["lr"]))
-        if self._dispatcher is not None or self._gradient is None:
+        if self._gradient is None:
+            return
+        if self._dispatcher is not None:
+            self._leave_out_if_spoiled()
             return
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
             raise RuntimeError(
@@ -283,6 +339,18 @@ class Talk:
                 "Wrap the model in DistributedDataParallel, or call backward before optimizer.step()."
             )
         self.average_gradients()
+        self._leave_out_if_spoiled()
+
+    def _leave_out_if_spoiled(self) -> None:
+        assert self._gradient is not None
+        if any(scaling.scaled for scaling in self._scalings):
+            self._replica.guard.forget()  # the GradScaler decides
+            return
+        averaged, self._gradients_ready = self._gradients_ready, False  # whoever catches the error begins anew
+        if self._replica.spoiled(self._gradient.level, self.step + 1):
+            for scaling in self._scalings:
+                scaling.leave_out()
+        self._gradients_ready = averaged
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._finish_step()
@@ -296,7 +364,13 @@ class Talk:
                 self._rounds.turn(self.plan, turn, self.step)
                 if turn.part is None and self.plan.is_outermost(turn):
                     self._pace = Pace(self.step)
+                    self._verify(local=True)
+        if self._gradient is not None and self._gradient.level is None:
+            self._verify(local=False)
         self._prepare()
+
+    def _verify(self, local: bool) -> None:
+        self._divergence.after_round(self._replica.conductor, self._replica.params, local, self.step)
 
     def _gradient_codec(self) -> Codec | None:
         return None if self._gradient is None else self.plan.codec_of(self._gradient, self.step + 1)
@@ -321,6 +395,16 @@ def _group(
     if levels is not None:
         return whole_of(levels)
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def _facts(plan: Plan, replica: Replica, model: nn.Module, commit: Commit) -> dict[str, object]:
+    """What all workers must have alike."""
+    from laconic import __version__
+
+    facts: dict[str, object] = {"laconic": __version__, "torch": torch.__version__}
+    facts |= {"plan": repr(plan), "commit": commit}
+    facts |= parameter_facts(model.named_parameters())
+    return facts | {name: f"{list(b.shape)} {b.dtype}" for name, b in replica.all_buffers.items()}
 
 
 def _check(plan: Plan, model: nn.Module, optimizers: list[Optimizer]) -> None:

@@ -17,6 +17,7 @@ from laconic.bucket_stream import BucketStream
 from laconic.buckets import as_laid_out, in_buckets
 from laconic.codecs import Codec, Exact
 from laconic.cost import routed
+from laconic.guard import GradientGuard, NonFinite
 from laconic.schedules import Level, Payload
 from laconic.topology import Levels
 from laconic.wires.group import Conductor
@@ -30,8 +31,9 @@ class Replica:
     parameters as the model and the optimizers know them.
     """
 
-    def __init__(self, model: nn.Module, levels: Levels) -> None:
+    def __init__(self, model: nn.Module, levels: Levels, nonfinite: NonFinite = "ignore") -> None:
         self.levels = levels
+        self.guard = GradientGuard(nonfinite)
         self.originals = {clean(name): p for name, p in model.named_parameters() if p.requires_grad}
         self.params = {name: local_of(p) for name, p in self.originals.items()}
         self.all_buffers = {f"buffer:{clean(name)}": local_of(b) for name, b in model.named_buffers()}
@@ -67,7 +69,7 @@ class Replica:
         tensors = {self.name_of[id(p)]: as_laid_out(g, p) for p, g in zip(params, grads, strict=True)}
 
         def begin(bucket: Mapping[str, Tensor]) -> Exchange:
-            return self.routed(codec, self.levels[level]).average(bucket, self.state["gradient"], reuse=True)
+            return self.average_of(codec, self.levels[level], bucket)
 
         return self._stream(level).take(tensors, flat, last, begin)
 
@@ -90,11 +92,20 @@ class Replica:
         exchanges = []
         for names in self._buckets:
             bucket = {name: grads[name] for name in names}
-            average = self.routed(codec, conductor).average(bucket, self.state["gradient"], reuse=True)
-            exchanges.append(written(average, bucket))
+            exchanges.append(written(self.average_of(codec, conductor, bucket), bucket))
         run_all(conductor, exchanges, Payload.GRADIENT)
         for name in absent:
             self.originals[name].grad = None
+
+    def average_of(self, codec: Codec, conductor: Conductor, bucket: Mapping[str, Tensor]) -> Exchange:
+        """Average a bucket of gradients, whose memory may be overwritten, under the guard's eyes."""
+        chosen = self.routed(codec, conductor)
+        return self.guard.watched(bucket, lambda: chosen.average(bucket, self.state["gradient"], reuse=True))
+
+    def spoiled(self, level: Level, step: int) -> bool:
+        """Tell whether the gradients that were averaged last are of no use; names who spoiled them."""
+        grads = ((name, local_of(p.grad)) for name, p in self.originals.items() if p.grad is not None)
+        return self.guard.spoiled(self.levels[level], grads, step)
 
     def broadcast(self) -> None:
         """Give every worker the weights and buffers of the first, as DDP does when it is made."""

@@ -21,11 +21,12 @@ from laconic.averaging import average_in_place, write
 from laconic.buckets import in_buckets, in_parts
 from laconic.codecs import Exact
 from laconic.codecs.codec import wide_dtype
+from laconic.guard import NonFinite, exchange_headers, mean_of_finite
 from laconic.plans import Plan
 from laconic.replica import Replica, copied, flags, local_of
 from laconic.schedules import Payload, Streaming, Turn
 from laconic.wires.group import Conductor
-from laconic.wires.wire import Averaged, Exchange, Gather
+from laconic.wires.wire import Averaged, Exchange, Gather, all_finite
 
 Commit: TypeAlias = Literal["streaming", "atomic"]
 Anchors: TypeAlias = Literal["device", "cpu"]
@@ -58,7 +59,14 @@ class _OnItsWay:
 class Rounds:
     """The weights rounds of one replica."""
 
-    def __init__(self, replica: Replica, optimizers: Sequence[Optimizer], commit: Commit, anchors: Anchors) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        optimizers: Sequence[Optimizer],
+        commit: Commit,
+        anchors: Anchors,
+        nonfinite: NonFinite = "skip",
+    ) -> None:
         if commit not in ("streaming", "atomic"):
             raise ValueError(f'attach(commit={commit!r}): a round commits "streaming", bucket by bucket, or "atomic".')
         if anchors not in ("device", "cpu"):
@@ -69,7 +77,11 @@ class Rounds:
         self.commit: Commit = commit
         self.anchors: Anchors = anchors
         self.anchor: dict[str, Tensor] | None = None
+        self.nonfinite: NonFinite = nonfinite
         self._optimizers = list(optimizers)
+        self._scale = 1.0
+        self._mute = False
+        """Whether this worker has nothing of worth to say in the round under way."""
         self._on_their_way: list[_OnItsWay] = []
         self._parts: dict[int, list[list[str]]] = {}
 
@@ -93,6 +105,7 @@ class Rounds:
         conductor = self.replica.levels[turn.level]
         names = self._names(plan, turn)
         beside = self._beside(plan, conductor) if turn.part in (None, 0) else {}
+        self._scale = self._open(plan, conductor, names, step)
         if plan.needs_anchor and plan.is_outermost(turn):
             delay = plan.schedule.delay if isinstance(plan.schedule, Streaming) else 0
             if delay:
@@ -108,6 +121,22 @@ class Rounds:
         if plan.optimizer_state == "reset":
             self._forget(names)
 
+    def _open(self, plan: Plan, conductor: Conductor, names: Iterable[str], step: int) -> float:
+        """Exchange headers. A worker whose weights are not finite brings zeros, and the mean is scaled up for it."""
+        mine = {name: self.replica.params[name] for name in names}
+        self._mute = False
+        finite = self.nonfinite == "ignore" or bool(all_finite(mine))
+        good = exchange_headers(conductor, step, repr(plan), finite)
+        if all(good):
+            return 1.0
+        scale = mean_of_finite(conductor, good, f"step {step}, weights", self.nonfinite)
+        if not finite:
+            self._mute = True
+            for t in (*mine.values(), *self.replica.buffers.values()):
+                t.zero_()
+            self._forget(names)  # moments that made such weights
+        return scale
+
     def settle(self, plan: Plan, step: int) -> None:
         """Let what is due by `step` take effect."""
         while self._on_their_way and self._on_their_way[0].due <= step:
@@ -118,6 +147,7 @@ class Rounds:
 
     def average_all(self) -> None:
         """Bring all weights and buffers together exactly, whatever the plan."""
+        self._scale, self._mute = 1.0, False
         self._average(self.replica.conductor, {**self.replica.params, **self.replica.buffers})
 
     def forget(self) -> None:
@@ -134,7 +164,7 @@ class Rounds:
             return list(self.replica.params)
         count = plan.schedule.fragments
         if count not in self._parts:
-            self._parts[count] = in_parts(self.replica.params, count)
+            self._parts[count] = in_parts(self.replica.originals, count)  # whole: shards may be uneven
         return self._parts[count][turn.part]
 
     def _buckets(self, names: Iterable[str]) -> list[list[str]]:
@@ -143,9 +173,10 @@ class Rounds:
     def _average(self, conductor: Conductor, tensors: Mapping[str, Tensor]) -> None:
         if self.commit == "streaming":
             average_in_place(conductor, tensors, Payload.WEIGHTS)
-            return
-        buckets = [{name: tensors[name] for name in names} for names in in_buckets(tensors)]
-        self._run(conductor, [_replacing(bucket) for bucket in buckets])
+        else:
+            self._run(conductor, [_replacing(bucket) for bucket in _split(tensors)])
+        if self._scale != 1 and tensors:
+            torch._foreach_mul_(list(tensors.values()), self._scale)
 
     def _run(self, conductor: Conductor, jobs: Sequence[_Job]) -> None:
         """Run jobs together and wait; a job commits when it ends, or after all have."""
@@ -178,6 +209,8 @@ class Rounds:
                     job.commit(end)
 
     def _delta(self, plan: Plan, names: Sequence[str]) -> _Job:
+        scale = self._scale
+
         def exchange() -> Exchange:
             codec = self.replica.routed(plan.codec, self.replica.conductor)
             state, reuse = self.replica.state["weights"], self.commit == "streaming"  # atomic: old tensors are kept
@@ -185,14 +218,17 @@ class Rounds:
 
         def commit(end: Averaged) -> None:
             if bool(end.finite()):  # else nobody moves: the round is void on every worker alike
-                self._move(plan, end.mean, mix=0.0)
+                self._move(plan, _scaled(end.mean, scale), mix=0.0)
 
         return _Job(exchange(), commit)
 
     def _deltas(self, names: Iterable[str]) -> dict[str, Tensor]:
         assert self.anchor is not None
         params = self.replica.params
-        return {name: self.anchor[name].to(params[name].device) - params[name] for name in names}
+        wanted = {name: self.anchor[name].to(params[name].device) - params[name] for name in names}
+        if self._mute:
+            torch._foreach_zero_(list(wanted.values()))
+        return wanted
 
     def _move(self, plan: Plan, mean: Mapping[str, Tensor], mix: float) -> None:
         """Let the outer step move the anchor, and the weights follow it but for the share `mix` of their own."""
@@ -208,14 +244,14 @@ class Rounds:
 
     def _set_out(self, plan: Plan, conductor: Conductor, names: Sequence[str], part: int, due: int) -> None:
         """Send a fragment on its way; what it hears is kept until it is due."""
-        way = _OnItsWay(part, due)
+        way, scale = _OnItsWay(part, due), self._scale
         codec = self.replica.routed(plan.codec, conductor)
         nothing = torch.empty(0)
 
         def travel(deltas: Mapping[str, Tensor]) -> Exchange:
             end = yield from codec.average(deltas, self.replica.state["weights"], reuse=True)
             if bool(end.finite()):
-                way.means.append(end.mean)
+                way.means.append(_scaled(end.mean, scale))
             return end
 
         with torch.no_grad():
@@ -270,6 +306,10 @@ class Rounds:
             _OnItsWay(each["part"], each["due"], [copied(mean, self.replica.devices) for mean in each["means"]])
             for each in saved.get("way", [])
         ]
+
+
+def _scaled(mean: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    return dict(mean) if scale == 1 else {name: t * scale for name, t in mean.items()}
 
 
 def _replacing(tensors: Mapping[str, Tensor]) -> _Job:

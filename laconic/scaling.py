@@ -59,6 +59,18 @@ class LossScaling:
             torch._foreach_div_([p.grad for p in self._with_gradient() if p.grad is not None], scale)
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
 
+    def leave_out(self) -> None:
+        """Let the step that is about to begin change nothing: its gradients are of no use."""
+        for p in self._with_gradient():
+            assert p.grad is not None
+            self._taken.append((p, p.grad))
+            p.grad = None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a GradScaler drives this step, and decides about overflows."""
+        return getattr(self.optimizer, "found_inf", None) is not None
+
     def agree(self) -> None:
         """After gradients were averaged: what is not finite now is so on every worker."""
         if getattr(self.optimizer, "found_inf", None) is None:
@@ -75,10 +87,7 @@ class LossScaling:
         self.unscale()
         optimizer.found_inf = None  # type: ignore[attr-defined]  # the verdict is carried out here
         if float(found) > 0:
-            for p in self._with_gradient():
-                assert p.grad is not None
-                self._taken.append((p, p.grad))
-                p.grad = None
+            self.leave_out()
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for p, grad in self._taken:

@@ -72,7 +72,10 @@ class Groups:
 
 
 class Levels:
-    """The groups that this worker is in, each with its conductor; the one of all workers is always there."""
+    """The groups that this worker is in, each with its conductor; the one of all workers is always there.
+
+    The others are made by `prepare`, when all workers know that they want the same.
+    """
 
     def __init__(
         self,
@@ -89,7 +92,6 @@ class Levels:
         self._patience_s = patience_s
         self.world = Conductor(group, ledger, patience_s=patience_s)
         self._conductors: dict[Level, Conductor] = {None: self.world, self.world.workers: self.world}
-        self.prepare(plan_levels)
 
     @property
     def workers(self) -> int:

@@ -60,6 +60,7 @@ def test_each_worker_tells_its_steps_and_stops_when_it_is_enough(tmp_path: Path)
         assert [progress.step for progress in told] == [1, 2, 3, 4, 5, 6]
         assert [progress.worker for progress in told] == [worker] * 6
         assert told[-1].ended == "steps"
-        assert told[-1].sent_bytes == 3 * 72 * 4
+        assert 0 < told[-1].sent_bytes - 3 * 72 * 4 < 200  # and what workers check about each other
         assert told[-1].link_s > 0
-        assert seconds_file(tmp_path, worker).stat().st_size == 3 * 8  # a double for each collective
+        doubles = seconds_file(tmp_path, worker).stat().st_size / 8  # one for each collective
+        assert doubles == 3 + 2 + 3 * 2  # rounds; at attach; a header before and a digest after each round

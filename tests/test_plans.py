@@ -175,7 +175,8 @@ RULES = {
         "min_compression=2, rounds='alternating', feedback=True, warm_start=True, seed=0)."
     ),
     "Plan(Codec=Exact())": (
-        "'Plan(Codec=Exact())': Plan: got an unexpected keyword argument 'Codec'. It is Plan(schedule, codec, outer, topology, buffers='average', optimizer_state='keep')."
+        "'Plan(Codec=Exact())': Plan: got an unexpected keyword argument 'Codec'. "
+        "It is Plan(schedule, codec, outer, topology, buffers='average', optimizer_state='keep')."
     ),
     "ddp(4)": "'ddp(4)': ddp: too many positional arguments. It is ddp().",
     "power_sgd(rank=0)": ("'power_sgd(rank=0)': LowRank(rank=0): rank must be at least 1. To send all, use Exact()."),

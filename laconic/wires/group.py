@@ -447,7 +447,11 @@ def _serve(conductor: weakref.ref[Conductor], items: queue.SimpleQueue[_Running 
 def group_of_our_own(group: Group) -> Group:
     """Make a second group of the same workers; only they need to take part."""
     ranks = dist.get_process_group_ranks(group)
-    ours = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
+    backend = dist.get_backend(group)
+    timeout = None  # torch's default; of gloo, that of the first group, which the user may have chosen
+    if backend == "gloo":
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+    ours = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
     if not isinstance(ours, Group):
         raise RuntimeError("torch.distributed.new_group() did not make this worker a member of its own group.")
     return ours

@@ -93,7 +93,8 @@ def _local_steps(worker: int) -> tuple[list[int], list[bool]]:
         _loss(ddp, worker, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-        sent.append(talk.ledger.payload_bytes)
+        by_phase = talk.ledger.totals(by="phase")
+        sent.append(sum(total.payload_bytes for phase, total in by_phase.items() if phase != "control"))
         mine = weights(module)
         everyone = [torch.empty_like(mine) for _ in range(2)]
         torch.distributed.all_gather(everyone, mine)

@@ -135,8 +135,11 @@ def _train(worker: int, text: str, way: str) -> tuple[list[float], Tensor, Tenso
     losses = [_test_loss(model)]
     steps(model, optimizer, worker, 36)
     losses.append(_test_loss(model))
-    shard_bytes = 4 * shards(model).numel()
-    said = [entry for entry in talk.ledger.entries if entry.phase != "control"]
+    steps(model, optimizer, worker, 1, first=36)
+    before = shards(model)
+    talk.average_weights()
+    shard_bytes = 4 * before.numel()
+    said = [entry for entry in talk.ledger.entries if entry.phase != "control" and entry.step <= 36]
     assert {entry.op for entry in said} == {"all_reduce"}
     assert max(entry.payload_bytes for entry in said) <= shard_bytes
     if "power_sgd" in text:
@@ -144,9 +147,6 @@ def _train(worker: int, text: str, way: str) -> tuple[list[float], Tensor, Tenso
         assert sum(entry.payload_bytes for entry in said) < exactly / 3
     else:  # silence: nothing but the rounds
         assert {entry.step for entry in said} == {step for step in range(1, 37) if talk.plan.at(step)}
-    steps(model, optimizer, worker, 1, first=36)
-    before = shards(model)
-    talk.average_weights()
     return losses, before, shards(model)
 
 

@@ -1,0 +1,214 @@
+"""What workers check about each other while training goes on.
+
+- Before a round of weights, a header: the step and the plan that each worker believes in, and whether its numbers are
+  finite. Workers out of step get an error instead of a mean of different things.
+- After gradients were averaged, whether the mean is finite; if not, who spoiled it and in which parameter.
+- After a round in which all must agree, a digest of the weights: a bit that flipped on one worker is found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from laconic.buckets import side_by_side
+from laconic.digests import digests, together
+from laconic.wires.group import Conductor
+from laconic.wires.wire import Averaged, Exchange, Gather, Mean, all_finite
+
+logger = logging.getLogger(__name__)
+
+NonFinite: TypeAlias = Literal["skip", "exclude", "raise", "ignore"]
+
+
+class NonFiniteError(RuntimeError):
+    """NaN or Inf on some workers. `workers` are their indices."""
+
+    def __init__(self, message: str, workers: Sequence[int]) -> None:
+        super().__init__(message)
+        self.workers = list(workers)
+
+
+class DesyncError(RuntimeError):
+    """Workers are not at the same step, or not under the same plan."""
+
+
+class DivergedError(RuntimeError):
+    """Weights that must be the same on all workers are not. `workers` are those in the minority."""
+
+    def __init__(self, message: str, workers: Sequence[int]) -> None:
+        super().__init__(message)
+        self.workers = list(workers)
+
+
+def check_policy(policy: object) -> None:
+    """Refuse an unknown policy."""
+    if policy not in ("skip", "exclude", "raise", "ignore"):
+        raise ValueError(
+            f'attach(nonfinite={policy!r}): it must be "skip" (nobody steps), "exclude" (average without the culprit), '
+            '"raise" or "ignore".'
+        )
+
+
+def gathered(conductor: Conductor, numbers: Tensor) -> Tensor:
+    """Hear a row of int64 from every worker, on the host: [workers, numbers]."""
+    if conductor.workers == 1:
+        return numbers.cpu()[None]
+
+    def exchange() -> Exchange:
+        rows = yield Gather(numbers.to(conductor.device))
+        return Averaged({"": rows.cpu()}, dict, lambda: torch.tensor(True))
+
+    return conductor.run(exchange(), "control").mean[""]
+
+
+def exchange_headers(conductor: Conductor, step: int, plan: str, finite: bool) -> list[bool]:
+    """Make sure that all workers mean the same round; tell who is finite."""
+    mark = int.from_bytes(hashlib.sha256(plan.encode()).digest()[:8], signed=True)
+    rows = gathered(conductor, torch.tensor([step, mark, int(finite)], dtype=torch.int64))
+    for column, what in ((0, "step"), (1, "plan")):
+        said = rows[:, column].tolist()
+        if len(set(said)) > 1:
+            raise DesyncError(_out_of_step(said, what, step, plan, conductor.level))
+    return [bool(flag) for flag in rows[:, 2].tolist()]
+
+
+def _out_of_step(said: list[int], what: str, step: int, plan: str, level: str) -> str:
+    usual = Counter(said).most_common(1)[0][0]
+    odd = [worker for worker, each in enumerate(said) if each != usual]
+    if what == "step":
+        shown = f"{_workers(odd)} at step {', '.join(str(said[w]) for w in odd)} and the others at step {usual}"
+    else:
+        shown = f"{_workers(odd)} under another plan than the others; this one has {plan}"
+    return (
+        f"the workers are out of step ({level}, step {step} here): {shown}. Nothing was averaged.\n"
+        "  All workers must load the same checkpoint, count the same steps (talk.skip() for those left out) and change "
+        "plans together."
+    )
+
+
+def mean_of_finite(conductor: Conductor, good: Sequence[bool], what: str, policy: NonFinite) -> float:
+    """Decide about a round to which some workers bring NaN or Inf: by how much a mean with zeros must be scaled."""
+    bad = [worker for worker, fine in enumerate(good) if not fine]
+    text = f"{what}: {_workers(bad)} brought NaN or Inf ({conductor.level})"
+    if policy == "raise" or len(bad) == len(good):
+        raise NonFiniteError(f"{text}. Nothing was averaged.", bad)
+    logger.warning("%s. The others average without, and give their mean to all.", text)
+    return len(good) / (len(good) - len(bad))
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    own: Tensor
+    mean: Tensor
+
+
+class GradientGuard:
+    """Watches the gradients of one step: this worker's own, and their means."""
+
+    def __init__(self, policy: NonFinite) -> None:
+        check_policy(policy)
+        self.policy: NonFinite = policy
+        self._seen: list[_Seen] = []
+
+    def watched(self, tensors: Mapping[str, Tensor], average: Callable[[], Exchange]) -> Exchange:
+        """Average through `average`, and note what was finite."""
+        if self.policy == "ignore":
+            return (yield from average())
+        own = _finite(tensors)
+        share = 1.0
+        if self.policy == "exclude":
+            share = float((yield Mean(own.to(torch.float32).reshape(1))))
+            if share < 1 and not bool(own):
+                for t in tensors.values():
+                    t.zero_()
+        end = yield from average()
+        if share < 1:
+            for t in end.mean.values():
+                t.mul_(1 / share if share else torch.nan)
+            logger.warning("gradients: %.0f%% of the workers brought NaN or Inf, and were left out.", 100 * (1 - share))
+        self._seen.append(_Seen(own, end.finite()))
+        return end
+
+    def forget(self) -> None:
+        """Drop what was noted."""
+        self._seen = []
+
+    def spoiled(self, conductor: Conductor, grads: Iterable[tuple[str, Tensor]], step: int) -> bool:
+        """Tell whether this step's mean gradients are not finite, on every worker alike; name who spoiled them."""
+        seen, self._seen = self._seen, []
+        if not seen or bool(torch.stack([each.mean.cpu() for each in seen]).all()):
+            return False
+        rows = gathered(conductor, torch.tensor([bool(each.own) for each in seen], dtype=torch.int64))
+        bad = [worker for worker, flags in enumerate(rows.tolist()) if not all(flags)]
+        message = f"step {step}: {_workers(bad)} brought NaN or Inf, in {_first_bad(grads)}"
+        if self.policy == "raise":
+            raise NonFiniteError(f"{message}. No worker has stepped.", bad)
+        logger.warning("%s. No worker steps, and no codec remembers it.", message)
+        return True
+
+
+class Divergence:
+    """Compares the workers' weights, every so many rounds in which they must be equal."""
+
+    def __init__(self, every: int | None) -> None:
+        if every is not None and every < 0:
+            raise ValueError(f"attach(verify_every={every!r}): a whole number of rounds, 0 for never, or None.")
+        self.every = every
+        self._rounds = 0
+
+    def after_round(self, conductor: Conductor, weights: Mapping[str, Tensor], local: bool, step: int) -> None:
+        """Count a round; if it is time, raise `DivergedError` on all workers unless all weights are equal."""
+        self._rounds += 1
+        every = self.every if self.every is not None else (1 if local else 100)
+        if every and conductor.workers > 1 and self._rounds % every == 0:
+            compare(conductor, weights, f"after step {step}")
+
+
+def compare(conductor: Conductor, weights: Mapping[str, Tensor], when: str) -> None:
+    """Raise `DivergedError` on all workers unless all hold the same weights, bit for bit."""
+    found = different(conductor, weights)
+    if found is not None:
+        odd, name = found
+        raise DivergedError(
+            f"{when}, {_workers(odd)} holds other weights than the rest, first in {name}, where all must be equal.\n"
+            "  A bit may have flipped in memory, the hardware may differ between workers (then attach with "
+            "verify_every=0), or something else writes to the weights. Go back to a checkpoint, or average them.",
+            odd,
+        )
+
+
+def different(conductor: Conductor, weights: Mapping[str, Tensor]) -> tuple[list[int], str] | None:
+    """Find the workers whose weights are not those of most, and the first parameter where they differ."""
+    each = digests(weights)
+    rows = gathered(conductor, together(each).reshape(1))
+    if bool((rows == rows[0]).all()):
+        return None
+    table = gathered(conductor, each)
+    for index, name in enumerate(weights):
+        column = table[:, index].tolist()
+        usual = Counter(column).most_common(1)[0][0]
+        odd = [worker for worker, said in enumerate(column) if said != usual]
+        if odd:
+            return odd, name
+    return None
+
+
+def _finite(tensors: Mapping[str, Tensor]) -> Tensor:
+    flat = side_by_side(tensors.values())
+    return all_finite(tensors if flat is None else {"": flat})
+
+
+def _first_bad(grads: Iterable[tuple[str, Tensor]]) -> str:
+    return next((name for name, grad in grads if not bool(grad.isfinite().all())), "no single parameter")
+
+
+def _workers(some: Sequence[int]) -> str:
+    return f"worker{'s' * (len(some) > 1)} {', '.join(map(str, some))}"
