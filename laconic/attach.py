@@ -248,6 +248,7 @@ class Talk:
         self._levels.prepare(self.plan.levels)
         self._replica.regroup(self._levels)
         self._rounds.forget_the_way()
+        self._divergence = Divergence(self._divergence.every)  # it counts rounds: from now on, those of all alike
         self._prepare()
 
     def detach(self) -> None:

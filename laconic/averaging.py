@@ -14,11 +14,9 @@ from laconic.wires.wire import Averaged, Exchange, Mean, all_finite
 LARGE = 4 << 20
 """Tensors of this many bytes travel from their own memory; to gather smaller ones costs less than their latency."""
 
-PIECE = 25 << 20
-"""What a large tensor is cut into: a bucket."""
-
-PACK = 8 << 20
-"""What small tensors are gathered into. Up to three packs are on their way, and what two of them are summed from."""
+BUCKET = 10 << 20
+"""What travels at once, in bytes: a piece of a large tensor, or small ones gathered. Up to three are on their way, and
+with them what others said of two: copies of all these are two of DDP's buckets."""
 
 
 def average_in_place(conductor: Conductor, tensors: Mapping[str, Tensor], phase: str = "weights") -> None:
@@ -41,10 +39,10 @@ def in_turn(tensors: Mapping[str, Tensor]) -> Iterator[Exchange]:
     tied = overlapping(tensors)
     for name, t in tensors.items():
         if t.nbytes >= LARGE:
-            for piece in cut(t, PIECE):
+            for piece in cut(t, BUCKET):
                 yield mean_of({name: piece}, in_place=name not in tied)
     small = {name: t for name, t in tensors.items() if 0 < t.nbytes < LARGE}
-    for names in in_buckets(small, PACK):
+    for names in in_buckets(small, BUCKET):
         yield mean_of({name: small[name] for name in names})
 
 

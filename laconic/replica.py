@@ -54,6 +54,7 @@ class Replica:
     def regroup(self, levels: Levels) -> None:
         """Talk to other workers from now on."""
         self.levels = levels
+        self.guard.forget()  # what it noted of a step that failed half-way
         self._streams = {}
 
     def average_bucket(

@@ -383,25 +383,23 @@ class _Works:
 
 
 def _mean(rows: Sequence[Tensor]) -> Tensor:
-    """Average rows by their distances from the first: where all are equal, the mean is exactly that. Integers round."""
+    """Average rows one after the other, by their distances: where all are equal, the mean is exactly that.
+
+    Every step is one pass, in fp32 at least. Integers are rounded to the nearest.
+    """
     kind = rows[0].dtype
-    wide = torch.float32 if kind.itemsize < 4 else kind
     if not (kind.is_floating_point or kind.is_complex):
-        wide = torch.int64
-    first, *others = [row.to(wide) for row in rows]
-    off = others[0] - first
-    for other in others[1:]:
-        off += other - first
-    if wide == torch.int64:
-        return first + (off.double() / len(rows)).round().to(wide)
-    mean = first + off.div_(len(rows))
-    if off.device.type == "cpu" and bool(off.sum().isfinite()):
+        first, *others = [row.long() for row in rows]
+        return first + (torch.stack(others).sub_(first).sum(0).double() / len(rows)).round_().long()
+    if kind.itemsize < 4:
+        rows = [row.float() for row in rows]
+    mean = rows[0].lerp(rows[1], 1 / 2)
+    for count, row in enumerate(rows[2:], 3):
+        mean.lerp_(row, 1 / count)
+    if mean.device.type == "cpu" and bool(mean.sum().isfinite()):
         return mean
     # Infinities have no distance, and that of huge numbers may overflow: these are averaged term by term.
-    plain = first / len(rows)
-    for other in others:
-        plain += other / len(rows)
-    return torch.where(off.isfinite(), mean, plain)
+    return torch.where(mean.isfinite(), mean, torch.stack([row / len(rows) for row in rows]).sum(0))
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -124,7 +124,6 @@ def _flipped(worker: int, text: str, wrapped: bool) -> tuple[str, int]:
     module = mlp()
     model = DDP(module) if wrapped else module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = 0
     with laconic.attach(laconic.plan(text), model, optimizer, verify_every=1) as talk:
         for step in range(1, 12):
             if worker == 2 and step == 5:
@@ -134,11 +133,9 @@ def _flipped(worker: int, text: str, wrapped: bool) -> tuple[str, int]:
             try:
                 optimizer.step()
             except laconic.DivergedError as error:
-                assert talk.step == step
-                assert error.workers == [2]
-                return str(error), step
+                return f"{error} {error.workers}", talk.step
             optimizer.zero_grad()
-    return "nothing was noticed", step
+    return "nothing was noticed", 0
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
@@ -146,6 +143,7 @@ def test_a_bit_that_flips_in_memory_is_found_within_a_round(wrapped):
     for error, step in run_workers(_flipped, 4, ("ddp()", wrapped)):
         assert step == 5
         assert "after step 5, worker 2 holds other weights than the rest, first in 2.weight" in error
+        assert error.endswith("[2]")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8], ids=str)

@@ -1,0 +1,80 @@
+"""A worker that dies (F6) or stands still (F7): the others are told who, at once, and have lost nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import laconic
+from laconic.wires.group import Conductor
+from laconic.wires.wire import Request
+from tests.cluster.models import batch, mlp, weights
+from tests.faults.survivors import die, run_survivors, stand_still
+
+LOST, AT = 2, 8
+
+
+def _until_lost(
+    worker: int, text: str, wrapped: bool, how: str, options: dict[str, Any]
+) -> tuple[str, list[int], float, Tensor, Tensor]:
+    module = mlp(width=64)
+    model = DDP(module) if wrapped else module
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepped: list[Tensor] = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(weights(module)))  # runs before the round
+    laconic.attach(laconic.plan(text), model, optimizer, patience_s=2, **options)
+    for step in range(1, 50):
+        if worker == LOST and step == AT:
+            {"dies": die, "stands still": stand_still, "dies in it": _die_in_the_round}[how]()
+        x, y = batch(worker, step, width=64)
+        F.cross_entropy(model(x), y).backward()
+        stepped[:] = [weights(module)]
+        begun = time.monotonic()
+        try:
+            optimizer.step()
+        except laconic.LostWorkerError as error:
+            return str(error), error.missing, time.monotonic() - begun, stepped[-1], weights(module)
+        optimizer.zero_grad()
+    raise AssertionError("nobody was lost")
+
+
+def _die_in_the_round() -> None:
+    """Die when the weights' own collective is due: the header has gone through, and the others are in the midst of it."""
+    answer = Conductor.answer
+
+    def last_words(self: Conductor, request: Request) -> Any:
+        if request.x.numel() > 100:
+            die()
+        return answer(self, request)
+
+    Conductor.answer = last_words  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
+@pytest.mark.parametrize("how", ["dies", "stands still"])
+@pytest.mark.parametrize("text", ["ddp()", "power_sgd(rank=2)", "post_local_sgd(period=4)"])
+def test_survivors_are_told_who_is_missing(text, how, wrapped):
+    results = run_survivors(_until_lost, 4, LOST, (text, wrapped, how, {}))
+    for said, missing, _, before, after in results.values():
+        assert missing == [LOST], said
+        assert f"step {AT}," in said
+        assert f"worker {LOST} did not answer" in said
+        if "local" not in text:  # gradients: the optimizer has not stepped
+            assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.parametrize(
+    "text", ["post_local_sgd(period=4)", "diloco(period=4)", "diloco(period=4, codec=Cast('bf16'))"]
+)
+def test_an_atomic_round_leaves_the_weights_as_they_were_before_it(text, workers):
+    results = run_survivors(_until_lost, workers, LOST, (text, False, "dies", {"commit": "atomic"}))
+    for _, missing, _, before, after in results.values():
+        assert missing == [LOST]
+        assert torch.equal(before, after)
