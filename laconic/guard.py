@@ -69,15 +69,23 @@ def gathered(conductor: Conductor, numbers: Tensor) -> Tensor:
     return conductor.run(exchange(), "control").mean[""]
 
 
-def exchange_headers(conductor: Conductor, step: int, plan: str, finite: bool) -> list[bool]:
-    """Make sure that all workers mean the same round; tell who is finite."""
+@dataclass(frozen=True)
+class Headers:
+    """What the workers said before a round: whether each is finite, and whether any was asked to stop."""
+
+    finite: list[bool]
+    stop: bool
+
+
+def exchange_headers(conductor: Conductor, step: int, plan: str, finite: bool, stop: bool) -> Headers:
+    """Make sure that all workers mean the same round, and hear what they say of themselves."""
     mark = int.from_bytes(hashlib.sha256(plan.encode()).digest()[:8], signed=True)
-    rows = gathered(conductor, torch.tensor([step, mark, int(finite)], dtype=torch.int64))
+    rows = gathered(conductor, torch.tensor([step, mark, int(finite), int(stop)], dtype=torch.int64))
     for column, what in ((0, "step"), (1, "plan")):
         said = rows[:, column].tolist()
         if len(set(said)) > 1:
             raise DesyncError(_out_of_step(said, what, step, plan, conductor.level))
-    return [bool(flag) for flag in rows[:, 2].tolist()]
+    return Headers([bool(flag) for flag in rows[:, 2].tolist()], bool(rows[:, 3].any()))
 
 
 def _out_of_step(said: list[int], what: str, step: int, plan: str, level: str) -> str:

@@ -25,6 +25,7 @@ from laconic.guard import NonFinite, exchange_headers, mean_of_finite
 from laconic.plans import Plan
 from laconic.replica import Replica, copied, flags, local_of
 from laconic.schedules import Payload, Streaming, Turn
+from laconic.stopping import Stop
 from laconic.wires.group import Conductor
 from laconic.wires.wire import Averaged, Exchange, Gather, all_finite
 
@@ -74,6 +75,7 @@ class Rounds:
                 f'attach(anchors={anchors!r}): anchors lie where the weights do, "device", or on the "cpu".'
             )
         self.replica = replica
+        self.stop = Stop()
         self.commit: Commit = commit
         self.anchors: Anchors = anchors
         self.anchor: dict[str, Tensor] | None = None
@@ -126,10 +128,12 @@ class Rounds:
         mine = {name: self.replica.params[name] for name in names}
         self._mute = False
         finite = self.nonfinite == "ignore" or bool(all_finite(mine))
-        good = exchange_headers(conductor, step, repr(plan), finite)
-        if all(good):
+        heard = exchange_headers(conductor, step, repr(plan), finite, self.stop.asked)
+        if heard.stop and conductor is self.replica.conductor:
+            self.stop.agreed = True
+        if all(heard.finite):
             return 1.0
-        scale = mean_of_finite(conductor, good, f"step {step}, weights", self.nonfinite)
+        scale = mean_of_finite(conductor, heard.finite, f"step {step}, weights", self.nonfinite)
         if not finite:
             self._mute = True
             for t in (*mine.values(), *self.replica.buffers.values()):

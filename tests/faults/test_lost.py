@@ -45,7 +45,7 @@ def _until_lost(
 
 
 def _die_in_the_round() -> None:
-    """Die when the weights' own collective is due: the header has gone through, and the others are in the midst of it."""
+    """Die when the weights' own collective is due: the header has gone through, and the others are in its midst."""
     answer = Conductor.answer
 
     def last_words(self: Conductor, request: Request) -> Any:
