@@ -10,26 +10,24 @@ included.
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic.agreement import DisagreementError, agree, parameter_facts
+from laconic.agreement import agree
 from laconic.channel import channel_from_env
 from laconic.codecs import Codec
 from laconic.dispatch import Dispatcher, dispatcher_of, find_ddp
 from laconic.fsdp_units import find_units
-from laconic.guard import Divergence, NonFinite, different
+from laconic.guard import Divergence, NonFinite
 from laconic.ledger import Ledger
 from laconic.plans import Plan
 from laconic.replica import Replica, fresh_state
@@ -37,14 +35,12 @@ from laconic.rounds import Anchors, Commit, Rounds
 from laconic.scaling import LossScaling
 from laconic.schedules import Pace, Payload, Turn
 from laconic.sharded import Sharded, check_sharded, check_sharded_plan, replicas_of
-from laconic.topology import Given, Levels, whole_of
+from laconic.starting import check_arguments, facts_of, group_of, start_alike
+from laconic.topology import Given, Levels
 from laconic.wires.group import resolved
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
-
-
-logger = logging.getLogger(__name__)
 
 
 class _Handle(Protocol):
@@ -88,20 +84,25 @@ def attach(
     Every `verify_every` rounds (a step that averages gradients is one) the workers' weights are compared bit for bit;
     by default every round of weights and every 100 steps of gradients, with 0 never.
     """
-    return Talk(
-        plan,
-        model,
-        optimizer,
-        group,
-        levels,
-        ledger,
-        commit,
-        anchors,
-        patience_s,
-        sync_initial,
-        nonfinite,
-        verify_every,
-    )
+    options = Options(commit, anchors, patience_s, sync_initial, nonfinite, verify_every)
+    return Talk(plan, model, optimizer, group, levels, ledger, options)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a talk is kept, whatever its plan. See `attach`."""
+
+    commit: Commit = "streaming"
+    anchors: Anchors = "device"
+    patience_s: float | None = None
+    sync_initial: bool | None = None
+    nonfinite: NonFinite | None = None
+    verify_every: int | None = None
+
+    def nonfinite_in(self, model: nn.Module) -> NonFinite:
+        """Tell what NaN leads to in this model: on a GPU, to know of it would mean to wait for it in every step."""
+        on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+        return self.nonfinite or ("skip" if on_cpu else "ignore")
 
 
 class Talk:
@@ -115,16 +116,12 @@ class Talk:
         group: dist.ProcessGroup | None = None,
         levels: Given | None = None,
         ledger: Ledger | None = None,
-        commit: Commit = "streaming",
-        anchors: Anchors = "device",
-        patience_s: float | None = None,
-        sync_initial: bool | None = None,
-        nonfinite: NonFinite | None = None,
-        verify_every: int | None = None,
+        options: Options | None = None,
     ) -> None:
+        options = Options() if options is None else options
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._units = find_units(model)
-        _check(plan, model, optimizers)
+        check_arguments(plan, model, optimizers)
         self.plan = plan
         self.step = 0
         """Optimizer steps since `attach`."""
@@ -133,16 +130,15 @@ class Talk:
             ledger = Ledger() if self._channel is None else self._channel.ledger
         self.ledger = ledger
         ddp = find_ddp(model)
-        whole = _group(ddp, group or replicas_of(self._units), levels)
+        whole = group_of(ddp, group or replicas_of(self._units), levels)
         check_sharded(model, self._units, plan, whole)
-        self._patience_s = patience_s
-        self._levels = Levels(plan.levels, whole, self.ledger, levels, patience_s)
-        on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-        policy: NonFinite = nonfinite or ("skip" if on_cpu else "ignore")
-        self._divergence = Divergence(verify_every)
+        self._patience_s = options.patience_s
+        self._levels = Levels(plan.levels, whole, self.ledger, levels, options.patience_s)
+        policy = options.nonfinite_in(model)
+        self._divergence = Divergence(options.verify_every)
         self._replica = Replica(ddp.module if ddp else model, self._levels, policy)
-        self._rounds = Rounds(self._replica, optimizers, commit, anchors, policy)
-        agree(self._levels.world, "what is attached", _facts(plan, self._replica, model, commit))
+        self._rounds = Rounds(self._replica, optimizers, options.commit, options.anchors, policy)
+        agree(self._levels.world, "what is attached", facts_of(plan, self._replica, model, options.commit))
         self._levels.prepare(plan.levels)
         self._pace = Pace(since=plan.schedule.start - 1)
         self._gradient: Turn | None = None
@@ -159,7 +155,7 @@ class Talk:
         ]
         if self._dispatcher is not None:
             self._handles.append(self._dispatcher)
-        self._start_alike(sync_initial, ddp is None)
+        start_alike(self._replica, options.sync_initial, ddp is None)
         if ddp is not None:
             self._dispatcher = dispatcher_of(ddp)
             self._dispatcher.take = self._average_bucket
@@ -326,19 +322,6 @@ class Talk:
         if self._rounds.anchor is None and self.plan.needs_anchor and self.step + 1 >= self.plan.schedule.start:
             self._rounds.drop_anchor()
 
-    def _start_alike(self, sync_initial: bool | None, bare: bool) -> None:
-        """Find out whether all workers start from the same weights, and give them the first worker's if asked."""
-        found = different(self._replica.conductor, self._replica.params)
-        if found is not None and sync_initial is not True:
-            odd, name = found
-            text = f"attach: the first weights of workers {odd} are not those of the others, first in {name}"
-            if sync_initial is False:
-                raise DisagreementError(f"{text}. Seed all workers alike, or attach with sync_initial=True.")
-            done = "All now have worker 0's." if bare else "They stay so: sync_initial=True would mend it."
-            logger.warning("%s. %s", text, done)
-        if sync_initial or (bare and sync_initial is None):
-            self._replica.broadcast()
-
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._levels.raise_if_broken()
         if self._rounds.stop.watched and self._gradient is not None and self._gradient.level is None:
@@ -399,50 +382,3 @@ class Talk:
         return self._replica.average_bucket(
             codec, turn.level, bucket.parameters(), bucket.gradients(), bucket.buffer(), bucket.is_last()
         )
-
-
-def _group(
-    ddp: DistributedDataParallel | None, group: dist.ProcessGroup | None, levels: Given | None
-) -> dist.ProcessGroup | None:
-    if group is not None:
-        return group
-    if ddp is not None:
-        found: dist.ProcessGroup = ddp.process_group
-        return found
-    if levels is not None:
-        return whole_of(levels)
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-
-
-def _facts(plan: Plan, replica: Replica, model: nn.Module, commit: Commit) -> dict[str, object]:
-    """What all workers must have alike."""
-    from laconic import __version__
-
-    facts: dict[str, object] = {"laconic": __version__, "torch": torch.__version__}
-    facts |= {"plan": repr(plan), "commit": commit}
-    facts |= parameter_facts(model.named_parameters())
-    return facts | {name: f"{list(b.shape)} {b.dtype}" for name, b in replica.all_buffers.items()}
-
-
-def _check(plan: Plan, model: nn.Module, optimizers: list[Optimizer]) -> None:
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"attach({plan!r}, ...): the first argument is a Plan, such as laconic.power_sgd(rank=4). "
-            "From text: laconic.plan('power_sgd(rank=4)')."
-        )
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"attach(plan, {type(model).__name__}, ...): the second argument is the model, a torch.nn.Module."
-        )
-    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
-        raise TypeError(
-            "attach(plan, model, optimizer): a torch.optim.Optimizer is needed, or several in a list, "
-            f"not {[type(each).__name__ for each in optimizers]}."
-        )
-    ours = {id(p) for p in model.parameters()}
-    for each in optimizers:
-        if not any(id(p) in ours for group in each.param_groups for p in group["params"]):
-            raise ValueError(
-                f"attach: {type(each).__name__} holds none of the model's parameters: its steps are not the model's. "
-                "Make the optimizer from model.parameters(), after moving the model to its device."
-            )
