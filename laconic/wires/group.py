@@ -383,9 +383,9 @@ class _Works:
 
 
 def _mean(rows: Sequence[Tensor]) -> Tensor:
-    """Average rows one after the other, by their distances: where all are equal, the mean is exactly that.
+    """Average rows by their distances from the first: where all are equal, the mean is exactly that.
 
-    Every step is one pass, in fp32 at least. Integers are rounded to the nearest.
+    In fp32 at least, and without rounding where the sum needs none. Integers are rounded to the nearest.
     """
     kind = rows[0].dtype
     if not (kind.is_floating_point or kind.is_complex):
@@ -393,9 +393,11 @@ def _mean(rows: Sequence[Tensor]) -> Tensor:
         return first + (torch.stack(others).sub_(first).sum(0).double() / len(rows)).round_().long()
     if kind.itemsize < 4:
         rows = [row.float() for row in rows]
-    mean = rows[0].lerp(rows[1], 1 / 2)
-    for count, row in enumerate(rows[2:], 3):
-        mean.lerp_(row, 1 / count)
+    first, *others = rows
+    off = others[0] - first
+    for other in others[1:]:
+        off += other - first
+    mean = torch.add(first, off, alpha=1 / len(rows))
     if mean.device.type == "cpu" and bool(mean.sum().isfinite()):
         return mean
     # Infinities have no distance, and that of huge numbers may overflow: these are averaged term by term.
