@@ -251,3 +251,42 @@ def test_parts_are_checked_in_code_too(part: Literal["schedule", "codec", "outer
 def test_values_of_the_wrong_type_are_told_why(text: str) -> None:
     with pytest.raises(PlanError, match=r"LowRank\((rank|min_compression)="):
         laconic.plan(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "post_local_sgd(period=16, group=2)",
+        "post_local_sgd(start=5, period=16, group='machine', buffers='leader')",
+        "hierarchical_sgd(groups={4: 8, 16: 32}, start=3)",
+        "qsr(growth=0.02, floor=8)",
+        "diloco(period=100, lr=0.5, codec=ErrorFeedback(codec=LowRank(rank=4)), optimizer_state='average')",
+        "streaming_diloco(period=100, fragments=8, delay=2)",
+        "Plan(schedule=Nested(groups={2: 2, 4: 4}), outer=Nesterov())",
+        "Plan(schedule=Every(period=4), outer=Optim(optimizer='AdamW', options={'lr': 0.1}), topology=Groups(size=4))",
+    ],
+)
+def test_local_methods_print_as_they_are_written(text: str) -> None:
+    made = laconic.plan(text)
+    assert laconic.plan(repr(made)) == made
+    assert hash(laconic.plan(repr(made))) == hash(made)
+    assert made.local
+
+
+@pytest.mark.parametrize(
+    "word", ["outer=Nesterov()", "topology=Groups(2)", "buffers='keep'", "optimizer_state='reset'"]
+)
+    "word", ["outer=Nesterov()", "topology=Groups(2)", "buffers='keep'", "optimizer_state='reset'"]
+)
+def test_what_only_rounds_of_weights_have_is_refused_without_them(word: str) -> None:
+    with pytest.raises(PlanError, match="averages gradients at every step and never weights"):
+        laconic.plan(f"Plan(schedule=Every(1), {word})")
+
+
+def test_unknown_policies_are_refused() -> None:
+    with pytest.raises(ValueError, match="buffers must be 'average' or 'leader' or 'keep'"):
+        post_local_sgd(buffers="mean")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="optimizer_state must be 'keep' or 'average' or 'reset'"):
+        post_local_sgd(optimizer_state="drop")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a whole number of at least 2 workers"):
+        post_local_sgd(group=1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laconic.schedules import GRADIENTS, WEIGHTS, Every, PostLocal, Schedule
+from laconic.schedules import GRADIENTS, WEIGHTS, Every, Nested, Pace, PostLocal, Quadratic, Schedule, Streaming
 
 steps = st.integers(1, 200)
 
@@ -71,3 +72,59 @@ def test_steps_count_from_1(kind: type[Every] | type[PostLocal], word: str, valu
     assert str(error.value) == (
         f"{kind.__name__}({word}={value!r}): {word} must be a whole number of at least 1, as steps count from 1."
     )
+
+
+@given(start=st.integers(1, 50), step=st.integers(1, 500))
+def test_in_a_hierarchy_the_largest_period_that_divides_wins(start: int, step: int) -> None:
+    groups = {2: 2, 6: 4, 18: 8}
+    turns = Nested(groups, start).at(step)
+    if step < start:
+        assert turns == GRADIENTS
+        return
+    due = [size for period, size in groups.items() if (step - start + 1) % period == 0]
+    assert [turn.level for turn in turns] == ([max(due)] if due else [])
+
+
+@given(period=st.integers(1, 60), fragments=st.integers(1, 60), start=st.integers(1, 20))
+def test_every_fragment_talks_once_a_period_at_a_step_of_its_own(period: int, fragments: int, start: int) -> None:
+    if fragments > period:
+        with pytest.raises(ValueError, match="from 1 fragment to one for each"):
+            Streaming(period, fragments, start=start)
+        return
+    schedule = Streaming(period, fragments, start=start)
+    cycle = [schedule.at(step) for step in range(start + period, start + 2 * period)]
+    assert all(len(turns) <= 1 for turns in cycle)
+    assert sorted(turn.part for turns in cycle for turn in turns if turn.part is not None) == list(range(fragments))
+    assert [schedule.at(step + period) for step in range(start, start + period)] == cycle
+
+
+@given(lr=st.floats(1e-6, 1.0), growth=st.floats(1e-4, 1.0), floor=st.integers(1, 50), since=st.integers(0, 100))
+def test_the_quadratic_rule(lr: float, growth: float, floor: int, since: int) -> None:
+    schedule = Quadratic(growth, floor)
+    period = schedule.period_at(lr)
+    assert period >= floor
+    assert period in (floor, int((growth / lr) ** 2), int((growth / lr) ** 2 + 1e-9), 2**31)
+    pace = Pace(since, lr)
+    assert schedule.at(since + period, pace) == WEIGHTS
+    assert period == 1 or schedule.at(since + period - 1, pace) == ()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Nested({}), "say for each period how many workers"),
+        (lambda: Nested({4: 2, 2: 4}), "period 2 stands after 4"),
+        (lambda: Nested({0: 2}), "period must be a whole number of at least 1"),
+        (lambda: Nested({2: 4, 4: 2}), "groups of 2 stand after groups of 4"),
+        (lambda: Nested({2: 2, 4: 3}), "groups of 3 stand after groups of 2"),
+        (lambda: Nested({2: 0}), "a group has at least 1 worker"),
+        (lambda: Nested(4), "say for each period"),  # type: ignore[arg-type]
+        (lambda: Quadratic(0), "growth must be a number above 0"),
+        (lambda: Quadratic(0.1, floor=0), "floor must be a whole number"),
+        (lambda: Streaming(4, 2, delay=4), "delay is a whole number from 0 to 3"),
+        (lambda: Streaming(4, 2, mix=1.0), "from 0 to below 1"),
+    ],
+)
+def test_schedules_that_cannot_be_meant_are_refused(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
