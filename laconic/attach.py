@@ -28,6 +28,7 @@ from laconic.codecs import Codec
 from laconic.dispatch import Dispatcher, dispatcher_of, find_ddp
 from laconic.fsdp_units import find_units
 from laconic.guard import Divergence, NonFinite
+from laconic.injection import after_attach, injected_from_env
 from laconic.ledger import Ledger
 from laconic.plans import Plan
 from laconic.replica import Replica, fresh_state
@@ -164,6 +165,10 @@ class Talk:
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
             everyone = dist.group.WORLD if self._units else whole  # workers of a replica must stop together, too
             self._channel.start(repr(plan), ledger, everyone, trained)
+        self._injection = injected_from_env(self._levels.world.group, self._replica.originals, lambda: self.step + 1)
+        if self._injection is not None:
+            self._handles.append(self._injection)
+        after_attach(self._levels.world, repr(plan))
 
     @property
     def workers(self) -> int:
@@ -323,6 +328,8 @@ class Talk:
             self._rounds.drop_anchor()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._injection is not None:
+            self._injection.before_step()
         self._levels.raise_if_broken()
         if self._rounds.stop.watched and self._gradient is not None and self._gradient.level is None:
             self._rounds.stop.hear(self._replica.conductor)

@@ -276,8 +276,6 @@ def test_local_methods_print_as_they_are_written(text: str) -> None:
 @pytest.mark.parametrize(
     "word", ["outer=Nesterov()", "topology=Groups(2)", "buffers='keep'", "optimizer_state='reset'"]
 )
-    "word", ["outer=Nesterov()", "topology=Groups(2)", "buffers='keep'", "optimizer_state='reset'"]
-)
 def test_what_only_rounds_of_weights_have_is_refused_without_them(word: str) -> None:
     with pytest.raises(PlanError, match="averages gradients at every step and never weights"):
         laconic.plan(f"Plan(schedule=Every(1), {word})")

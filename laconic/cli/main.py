@@ -13,6 +13,7 @@ import typer
 
 import laconic
 from laconic.cli.compare import compare
+from laconic.cli.doctor import doctor
 from laconic.cli.migrate import migrate
 from laconic.cli.train import train
 from laconic.lab.launch import Stopped, WorkerError, stoppable
@@ -47,6 +48,7 @@ def laconic_command(
 app.command()(train)
 app.command()(compare)
 app.command()(migrate)
+app.command()(doctor)
 
 
 def main() -> None:
