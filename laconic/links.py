@@ -56,6 +56,17 @@ class Link:
         crossed = [level.rate_bps for level in self.levels if level.count > 1]
         return min(crossed, default=self.levels[0].rate_bps)
 
+    def inside(self, workers: int) -> Link:
+        """The innermost levels, as far as a group of so many neighbours reaches.
+
+        >>> print(link("2 @ 1gbit, 2 @ 50mbit").inside(2))
+        1gbit
+        """
+        reach = 0
+        while reach < len(self.levels) - 1 and prod(level.count for level in self.levels[: reach + 1]) < workers:
+            reach += 1
+        return Link(self.levels[: reach + 1])
+
     def __str__(self) -> str:
         if len(self.levels) == 1:
             return rate_text(self.levels[0].rate_bps)

@@ -117,7 +117,7 @@ class Watch(Ledger):
             self._busy_until = now
             self.framing_bytes += framing_bytes(op, payload_bytes, workers)
             if self._computed is not None:
-                self.link_s += collective_s(op, payload_bytes, workers, self._computed)
+                self.link_s += collective_s(op, payload_bytes, workers, self._computed.inside(workers))
             if self._seconds is not None and level == "world":  # compared one by one with those of the other workers
                 self._seconds.write(array.array("d", [seconds]).tobytes())
 
