@@ -1,0 +1,44 @@
+"""Workers that come and go: a run that outlives any of them.
+
+    from laconic import elastic
+
+    world = elastic.join("node-0:29400", id=3, least=2)
+    talk = laconic.attach(laconic.diloco(period=100), model, optimizer)     # a bare module, attached as if alone
+    with elastic.Run(world, talk, model, optimizer) as run:
+        for step in run.steps(10_000):
+            with step:
+                loss(model, batch(step.number, step.worker, step.workers)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+When a worker dies or stands still, the others go back to the last round that all agreed on and go on without it. New
+and returning workers are let in after a round. The only thing that must outlive the workers is a torch store.
+"""
+
+from laconic.elastic.errors import (
+    DamagedStateError,
+    ElasticError,
+    EndedError,
+    QuorumError,
+    ReplacedError,
+    StoreLostError,
+)
+from laconic.elastic.run import Run
+from laconic.elastic.snapshot import Committed
+from laconic.elastic.step import Step
+from laconic.elastic.world import World, join, serve
+
+__all__ = [
+    "Committed",
+    "DamagedStateError",
+    "ElasticError",
+    "EndedError",
+    "QuorumError",
+    "ReplacedError",
+    "Run",
+    "Step",
+    "StoreLostError",
+    "World",
+    "join",
+    "serve",
+]

@@ -1,0 +1,303 @@
+"""The training loop of an elastic run: commits rounds, and takes a worker from one generation to the next.
+
+    for step in run.steps(1000):
+        with step:
+            loss(model, batch(step.number, step.worker, step.workers)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+After each round that all agree on, state is copied to host memory, and workers exchange four numbers: only then is the
+round committed. Workers that lose one of them can differ by one round, so the last two copies are kept. Whoever passes
+that exchange knows that all others have the same round in memory: so it can never be lost while one of them lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from laconic.agreement import DisagreementError
+from laconic.agreement import _gather as gather_rows
+from laconic.attach import Talk
+from laconic.elastic.errors import ElasticError, EndedError, ReplacedError, StoreLostError
+from laconic.elastic.group import CallOff, broadcaster, called_off, connect, gather, leave, lengthen, subgroup
+from laconic.elastic.history import History, Shelf
+from laconic.elastic.members import Members, Seat
+from laconic.elastic.snapshot import Committed, Snapshot, Stateful, receive, send
+from laconic.elastic.step import Step
+from laconic.elastic.world import World
+from laconic.wires.patience import LostWorkerError
+
+logger = logging.getLogger("laconic.elastic")
+
+ATTEMPTS = 100
+"""Groups that fail to form, one right after the other, before it is given up."""
+
+
+class Run:
+    """A worker's part in a run whose workers may come and go.
+
+    `also` are other things with a state that belongs to a step, such as a learning rate scheduler. Every `every`-th
+    round that workers agree on is committed. With a `folder`, every worker saves its own state there when the run stops
+    early, and every `save_every` commits; a run that is started again goes on from there. `on_commit` is called with
+    each round, once it is certain.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        talk: Talk,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        also: Mapping[str, Stateful] | None = None,
+        every: int = 1,
+        folder: str | Path | None = None,
+        save_every: int | None = None,
+        on_commit: Callable[[Committed], None] | None = None,
+    ) -> None:
+        for word, value in (("every", every), ("save_every", save_every)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"Run({word}={value!r}): {word} must be a whole number of rounds from 1 up.")
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.world, self.talk = world, talk
+        self._model, self._also = model, dict(also or {})
+        self._parts: dict[str, Stateful] = {
+            "model": model,
+            **{f"optimizer {index}": each for index, each in enumerate(optimizers)},
+            "talk": talk,
+            **{f"also {name}": each for name, each in self._also.items()},
+        }
+        self._every, self._save_every = every, save_every
+        shelf = None if folder is None else Shelf(Path(folder) / f"worker-{world.id}")
+        self._history = History(self._parts, shelf, on_commit)
+        self._members: Members | None = None
+        self._rounds = 0
+        self._stop = self._ended = False
+        self._total = 0
+        self._clean = True
+        self._talked = False
+        self.stopped = False
+        """Whether the loop has ended early, because a worker called `stop`."""
+
+    @property
+    def worker(self) -> int:
+        """The index of this worker among those of now. It can change with them."""
+        assert self._members is not None, "the group is formed by steps()"
+        return next(i for i, seat in enumerate(self._members.seats) if seat.tag == self.world.tag)
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are now."""
+        assert self._members is not None, "the group is formed by steps()"
+        return len(self._members.seats)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The ids of the workers of now, in their order."""
+        return () if self._members is None else tuple(seat.id for seat in self._members.seats)
+
+    def stop(self) -> None:
+        """Let all workers end the loop together, after the next committed round. Safe in a signal handler."""
+        self._stop = True
+
+    def steps(self, total: int) -> Iterator[Step]:
+        """Go on to step `total`. Each step is to be entered, and to call the optimizer once.
+
+        Forms the group first: waits for the other workers, and takes over where they are. At the end weights that local
+        steps have driven apart are averaged. Ends early, on all workers alike, after `stop`.
+        """
+        self._begin(total)
+        while not self._finished():
+            yield Step(self, self.talk.step + 1)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave()
+        self.talk.detach()
+        self.world.leave()
+
+    def _begin(self, total: int) -> None:
+        self._total, self._ended = total, False
+        self._history.begin(self.talk.step)
+        self._recover()
+
+    def _finished(self) -> bool:
+        """Whether the loop is over. The last step is committed whatever the schedule, and the end is noted."""
+        while not self.stopped and not self._ended and self.talk.step >= self._total:
+            try:
+                if self._history.newest.step < self.talk.step:
+                    self.talk.average_weights()
+                self._commit()
+                self._ended = True
+                with contextlib.suppress(StoreLostError):  # all have come to the end, whoever hears of it
+                    self.world.end(self._history.generation, self.talk.step)
+            except RuntimeError as error:
+                if not self._survives(error):
+                    raise
+        return self.stopped or self._ended
+
+    def _end_step(self, error: BaseException | None) -> bool:
+        """Commit what the step agreed on; after a fault, go back to the last committed round."""
+        if error is not None:
+            return self._survives(error)
+        try:
+            if self._agreed():
+                self._rounds += 1
+                if self._rounds % self._every == 0 and self.talk.step < self._total and self._commit():
+                    self._recover()
+        except RuntimeError as lost:
+            if not self._survives(lost):
+                raise
+        return False
+
+    def _agreed(self) -> bool:
+        """Whether workers have agreed on something that has taken effect by now. The same on all."""
+        talk, plan = self.talk, self.talk.plan
+        turns = plan.at(talk.step, talk._pace)
+        self._talked |= talk._pace.since == talk.step or any(plan.is_outermost(turn) for turn in turns)
+        if not self._talked or talk._rounds.waiting:
+            return False
+        self._talked = False
+        return True
+
+    def _commit(self) -> bool:
+        """Keep this step, and hear that all others have: then it is committed.
+
+        Tells whether to meet again: somebody wants to come in, or has lost the store, and will find so at the meeting.
+        """
+        watch = self.world.watch
+        if isinstance(watch.failed, ReplacedError):
+            raise watch.failed
+        step = self.talk.step
+        self._history.keep(step, self.members)
+        row = [step, int(self._stop), int(watch.wanted), int(watch.failed is not None)]
+        rows = gather_rows(self.talk._levels.world, torch.tensor(row))
+        if bool((rows[:, 0] != step).any()):
+            raise DisagreementError(
+                f"after the same round, workers are at the steps {rows[:, 0].tolist()}. Every worker must call its "
+                "optimizer once in each step."
+            )
+        self._history.settle(self._save_every)
+        self.stopped = bool(rows[:, 1].any())
+        if self.stopped:
+            self._history.save()
+        return not self.stopped and bool(rows[:, 2:].any())
+
+    def _survives(self, error: BaseException) -> bool:
+        """After the loss of a worker, go on with the others, and say so. Other errors are the caller's."""
+        if isinstance(error, ElasticError):
+            self._history.save()
+        broken = self.talk._levels.world.broken
+        if not isinstance(error, LostWorkerError) and (broken is None or error is not broken):
+            return False
+        logger.warning("after step %d: %s", self._history.newest.step, error)
+        self._recover()
+        return True
+
+    def _recover(self) -> None:
+        """Meet, form the next generation, and go on from the newest round that all hold."""
+        try:
+            for _ in range(ATTEMPTS):
+                self._leave()
+                members = self.world.meetings.meet(self._seat(), self._is_over)
+                if members is None:
+                    self._follow_to_the_end()
+                    return
+                if self._forms(members):
+                    return
+        except ElasticError:
+            self._leave()
+            self._history.save()
+            raise
+        raise ElasticError(f"no group could be formed in {ATTEMPTS} meetings. Is the network between workers open?")
+
+    def _leave(self) -> None:
+        """Leave the group that there was. Where a collective failed, others may be under way still."""
+        self.world.watch.on_silence = None
+        levels = self.talk._levels
+        clean = self._clean and levels.world.broken is None and not self.talk._rounds.waiting
+        levels.abandon()
+        leave(0 if clean else self.world.timeout_s, levels)
+        self._clean = True
+
+    def _seat(self) -> Seat:
+        steps = tuple(snapshot.step for snapshot in self._history.snapshots)
+        return Seat(self.world.id, self.world.tag, self._history.generation, steps)
+
+    def _is_over(self) -> bool:
+        ended = self.world.ended()
+        return ended is not None and ended[1] >= self._total
+
+    def _follow_to_the_end(self) -> None:
+        history = self._history
+        if self.world.ended() != (history.generation, history.newest.step):
+            raise EndedError(
+                f"the run has come to its end, step {self._total}, without worker {self.world.id!r}: the others hold "
+                "its result. For a run of its own, join with another run= or store."
+            )
+        history.adopt(history.newest, history.generation)
+        self._ended = True
+
+    def _forms(self, members: Members) -> bool:
+        """Form a group with the other members, and take the round that it goes on from."""
+        self._clean = False
+        try:
+            self._form(members, self.world.caller_off(members))
+        except ElasticError:
+            self.world.fail(members)
+            raise
+        except RuntimeError as error:
+            logger.warning("meeting %d: %s", members.attempt, str(error).partition("\n")[0])
+            self.world.fail(members)
+            return False
+        self._clean = True
+        return True
+
+    def _form(self, members: Members, call_off: CallOff) -> None:
+        world = self.world
+        self._members = members
+        world.get_ready(members, call_off)
+        with called_off(world.store, call_off):
+            group = connect(world.store, f"{world.prefix_of(members)}/group", self.worker, self.workers)
+            self.talk.regroup(group)
+            lengthen(group, world.timeout_s)
+            lengthen(self.talk._levels.world.group, world.timeout_s)
+            self._adopt(members, group, call_off)
+        gather(group, [members.generation], call_off)
+        world.meetings.confirmed(members.generation)
+        world.watch.look_for_seats(members.attempt + 1)
+        patience = self.talk._levels.world.patience
+        world.watch.on_silence = None if patience is None else patience.give_up
+        logger.info("generation %d goes on after step %d: %s", members.generation, members.base, self.members)
+
+    def _adopt(self, members: Members, group: dist.ProcessGroup, call_off: CallOff) -> None:
+        """Go to the round that the members go on from: back, or to that of another."""
+        receivers = [worker for worker in range(self.workers) if members.receives(worker)]
+        snapshot = None
+        if self.worker not in receivers:
+            snapshot = self._history.at(members.base)
+        if receivers and self.worker in (members.source, *receivers):
+            among = sorted([members.source, *receivers])
+            broadcast = broadcaster(subgroup(group, among, self.world.timeout_s), among.index(members.source), call_off)
+            if snapshot is not None:
+                send(snapshot.parts, broadcast)
+            else:
+                snapshot = Snapshot(members.base, receive(broadcast))
+        assert snapshot is not None
+        self._history.adopt(snapshot, members.generation)
+        for p in self._model.parameters():
+            p.grad = None
+        self._rounds, self._talked = 0, False  # counted alike by those who were there and those who come
