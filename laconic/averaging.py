@@ -23,8 +23,8 @@ def average_in_place(conductor: Conductor, tensors: Mapping[str, Tensor], phase:
     """Replace each tensor by its mean over the workers, and wait for it.
 
     Tensors keep their storage, strides and dtype; each dtype travels by itself; sums are taken so that equal
-    replicas stay bit-equal. Large tensors are averaged where they are, so that a failure on the way leaves some with
-    their means and some without. At most two buckets of extra memory are used.
+    replicas stay bit-equal. Large tensors are averaged where they are: a failure on the way leaves some with their
+    means, some without, and those under way with neither. At most two of DDP's buckets are used in extra memory.
     """
     if conductor.workers > 1:
         run_all(conductor, in_turn({name: t.detach() for name, t in tensors.items()}), phase)
