@@ -164,7 +164,13 @@ def test_a_second_process_takes_over_an_id(tmp_path):
 
 @pytest.mark.parametrize(
     "plan",
-    ["post_local_sgd(period=4)", "diloco(period=4)", "power_sgd(rank=1)", "streaming_diloco(period=8, fragments=2)"],
+    [
+        "diloco(period=4)",
+        *(
+            pytest.param(text, marks=pytest.mark.nightly)
+            for text in ("post_local_sgd(period=4)", "power_sgd(rank=1)", "streaming_diloco(period=8, fragments=2)")
+        ),
+    ],
 )
 def test_every_method_survives_a_loss_and_a_return(tmp_path, plan):
     with Crowd(job(tmp_path, total=160, plan=plan, step_s=0.02)) as crowd:

@@ -18,6 +18,14 @@ from tests.cluster.models import batch, mlp, weights
 from tests.faults.survivors import die, run_survivors, stand_still
 
 LOST, AT = 2, 8
+SOONER = [
+    ("ddp()", "dies", True),
+    ("ddp()", "stands still", False),
+    ("power_sgd(rank=2)", "stands still", True),
+    ("post_local_sgd(period=4)", "dies", False),
+    ("post_local_sgd(period=4)", "dies", True),
+]
+"""What is tried at every change; the rest at night."""
 
 
 def _until_lost(
@@ -56,9 +64,15 @@ def _die_in_the_round() -> None:
     Conductor.answer = last_words  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
-@pytest.mark.parametrize("how", ["dies", "stands still"])
-@pytest.mark.parametrize("text", ["ddp()", "power_sgd(rank=2)", "post_local_sgd(period=4)"])
+@pytest.mark.parametrize(
+    ("text", "how", "wrapped"),
+    [
+        pytest.param(text, how, wrapped, marks=[pytest.mark.nightly] * ((text, how, wrapped) not in SOONER))
+        for text in ("ddp()", "power_sgd(rank=2)", "post_local_sgd(period=4)")
+        for how in ("dies", "stands still")
+        for wrapped in (True, False)
+    ],
+)
 def test_survivors_are_told_who_is_missing(text, how, wrapped):
     results = run_survivors(_until_lost, 4, LOST, (text, wrapped, how, {}))
     for said, missing, _, before, after in results.values():

@@ -45,9 +45,9 @@ def _train(worker: int, text: str, wrapped: bool, folder: str | None, told: int 
     return talk.step, weights(module)
 
 
-@pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
 @pytest.mark.parametrize(
-    ("text", "stops"), [("ddp()", 10), ("power_sgd(rank=2)", 10), ("post_local_sgd(start=4, period=8)", 11)]
+    ("text", "stops", "wrapped"),
+    [("ddp()", 10, True), ("power_sgd(rank=2)", 10, False), ("post_local_sgd(start=4, period=8)", 11, True)],
 )
 def test_all_stop_after_the_same_step_and_go_on_from_there(text, stops, wrapped, tmp_path: Path):
     stopped = run_workers(_train, 3, (text, wrapped, str(tmp_path), 10))
