@@ -42,7 +42,7 @@ def test_without_faults_it_is_plain_training(tmp_path):
         assert {tuple(workers) for _, _, workers in crowd.commits()} == {FOUR}
 
 
-@pytest.mark.parametrize("victim", ["0", "2"])
+@pytest.mark.parametrize("victim", ["0", pytest.param("2", marks=pytest.mark.nightly)])
 def test_the_others_go_on_when_one_is_killed(tmp_path, victim):
     with Crowd(job(tmp_path)) as crowd:
         crowd.start(*FOUR)
@@ -85,7 +85,7 @@ def test_late_and_returning_workers_are_let_in_after_a_round(tmp_path):
         assert crowd.commits()[0][2] == ["0", "2"]
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
 def test_all_stop_when_the_host_of_the_store_is_gone(tmp_path, fault):
     folder = tmp_path / "saved"
     with Crowd(job(tmp_path, total=10**6, folder=str(folder))) as crowd:
