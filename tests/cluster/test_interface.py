@@ -52,7 +52,7 @@ def worker(index: int, workers: int, leader: str) -> None:
     sys.stdout.write(json.dumps(results))
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_wire_bytes_are_the_interfaces_bytes(workers):
     code = "import sys; from tests.cluster.test_interface import worker as w; w(*map(int, sys.argv[1:3]), sys.argv[3])"
     environment = "env GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1"

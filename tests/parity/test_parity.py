@@ -97,6 +97,7 @@ def test_the_twin_passes_torchs_own_tests():
     assert counts is not None and int(counts[1]) >= CAN_RUN_ON_CPU, run.stdout
 
 
+@pytest.mark.nightly
 def test_a_right_stand_in_passes_as_the_control_does(tmp_path: Path):
     path = stand_in(tmp_path, {})
     control = drive("--torch", "-k", "param_group")
@@ -106,6 +107,7 @@ def test_a_right_stand_in_passes_as_the_control_does(tmp_path: Path):
     assert (control.returncode, run.returncode) == (0, 0)
 
 
+@pytest.mark.nightly
 def test_each_defect_is_a_failure_and_nothing_stays_behind(tmp_path: Path):
     path = stand_in(tmp_path, DEFECTS)
     averages = drive("--twin", "stand_in", "-k", "periodic_model_averager_param_group", path=path)
