@@ -130,7 +130,7 @@ def ours(plan: laconic.Plan) -> Put:
     def put(ddp: DDP) -> Hook:
         talk = laconic.attach(plan, ddp, torch.optim.SGD(ddp.parameters(), lr=0.0))
         talk._replica.solo_exact = False  # the codec itself is what is measured
-        return (lambda: laconic.sent_bytes(plan, list(talk._replica.params.items()))), nothing
+        return (lambda: laconic.sent_bytes(plan, list(talk._replica.params.items()))), talk._replica.guard.forget
 
     return put
 
@@ -161,7 +161,7 @@ class Runner:
 
     def __init__(self, shapes: Any, bucket_mb: float, put: Put, device: torch.device, dtype: torch.dtype) -> None:
         self.cuda = device.type == "cuda"
-        before = torch.cuda.memory_allocated() if self.cuda else 0
+        self.before = torch.cuda.memory_allocated() if self.cuda else 0
         self.ddp = DDP(Parameters(shapes, device, dtype), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
         self.sent, self.after = put(self.ddp)
         self.times: list[float] = []
@@ -169,7 +169,7 @@ class Runner:
             if step == WARM_UP - 2 and self.cuda:  # buckets are laid out, kernels compiled
                 torch.cuda.reset_peak_memory_stats()
             self.step()
-        self.peak = torch.cuda.max_memory_allocated() - before if self.cuda else 0
+        self.peak = torch.cuda.max_memory_allocated() if self.cuda else 0
         self.times.clear()
 
     def step(self) -> None:
@@ -204,6 +204,7 @@ def measure(measured: Runner, base: Runner, device: torch.device, seconds: float
 def clear(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
@@ -267,7 +268,12 @@ def run(worker: int, options: argparse.Namespace, port: int) -> None:
                     print(f"{label:<36} {what[:100]}", flush=True)
                 clear(device)
                 continue
-            extra, sent = (measured.peak - bases[bucket_mb].peak) / 2**30, measured.sent()
+            peak, before, sent = measured.peak, measured.before, measured.sent()
+            del measured
+            clear(device)
+            if device.type == "cuda":  # what an earlier hook had left behind may be gone by now
+                before = min(before, torch.cuda.memory_allocated())
+            extra = (peak - before - bases[bucket_mb].peak + bases[bucket_mb].before) / 2**30
             row = {
                 "model": name, "hook": label, "ms": 1e3 * over, "spread_ms": 1e3 * spread, "steps": steps,
                 "floors": over / floor, "gib": extra, "sent": sent,
@@ -279,8 +285,6 @@ def run(worker: int, options: argparse.Namespace, port: int) -> None:
                     f"{sent / 1e6:>9.2f}",
                     flush=True,
                 )
-            del measured
-            clear(device)
         bases.clear()
         clear(device)
     if worker == 0 and options.json:

@@ -386,6 +386,4 @@ class Talk:
         turn, codec = self._gradient, self._gradient_codec()
         if turn is None or codec is None:
             return resolved(bucket.buffer())
-        return self._replica.average_bucket(
-            codec, turn.level, bucket.parameters(), bucket.gradients(), bucket.buffer(), bucket.is_last()
-        )
+        return self._replica.average_bucket(codec, turn.level, bucket)

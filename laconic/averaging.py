@@ -58,7 +58,8 @@ def mean_of(tensors: Mapping[str, Tensor], *, in_place: bool = False) -> Exchang
 def written(exchange: Exchange, into: Mapping[str, Tensor]) -> Exchange:
     """Let an exchange end by writing its means over `into`."""
     end = yield from exchange
-    write(into, end.mean)
+    if end.mean is not into:
+        write(into, end.mean)
     return end
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.futures import Future
@@ -18,7 +20,11 @@ from laconic.averaging import written
 from laconic.wires.group import Conductor, new_future
 from laconic.wires.wire import Exchange
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
 Begin = Callable[[Mapping[str, Tensor]], Exchange]
+Named = Callable[[Sequence[Tensor], Sequence[Tensor]], dict[str, Tensor]]
 
 TOGETHER_BYTES = 512 << 20
 """On CUDA, buckets are averaged together until they hold this much: launches cost more there than bytes."""
@@ -37,6 +43,7 @@ class BucketStream:
     _coming: list[list[str]] = field(default_factory=list)
     _repeat: list[list[str]] | None = None
     _held: list[_Bucket] = field(default_factory=list)
+    _joined: list[_Joined] = field(default_factory=list)
 
     def repeat(self, layout: Sequence[Sequence[str]]) -> None:
         """Average the next backward in this layout, whatever DDP's is."""
@@ -50,6 +57,7 @@ class BucketStream:
             self._release(begin, last)
         if last:
             self.layout, self._coming, self._repeat = self._coming, [], None
+            del self._joined[len(self.layout) :]
             self.conductor.flush()
         return bucket.future
 
@@ -59,17 +67,53 @@ class BucketStream:
 
     def _release(self, begin: Begin, last: bool) -> None:
         held, self._held = self._held, []
-        tensors = {name: t for bucket in held for name, t in bucket.tensors.items()}
-        layout = [list(tensors)]
-        if self._repeat is not None and sorted(tensors) == sorted(name for names in self._repeat for name in names):
-            layout = self._repeat
-        elif self._repeat is not None:  # another model than the saved one: its own layout then
-            layout = [list(bucket.tensors) for bucket in held]
-        self._coming += layout
-        buckets = [{name: tensors[name] for name in names} for names in layout]
+        if self._repeat is None:
+            buckets = [self._join([bucket.tensors for bucket in held])]
+        else:
+            buckets = self._as_saved({name: t for bucket in held for name, t in bucket.tensors.items()}, held)
+        self._coming += [list(bucket) for bucket in buckets]
         exchanges = [written(begin(bucket), bucket) for bucket in buckets]
         values, futures = [b.flat for b in held], [b.future for b in held]
         self.conductor.submit_all(exchanges, self.phase, values, futures, self.quiet)
+
+    def _join(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Join what is averaged together: the very dict of the last backward if its parts are the same."""
+        place = len(self._coming)
+        known = self._joined[place] if place < len(self._joined) else None
+        if known is not None and len(known.parts) == len(parts) and all(map(is_, known.parts, parts)):
+            return known.whole
+        whole = parts[0] if len(parts) == 1 else {name: t for part in parts for name, t in part.items()}
+        self._joined[place:] = [_Joined(parts, whole)]
+        return whole
+
+    def _as_saved(self, tensors: dict[str, Tensor], held: Sequence[_Bucket]) -> list[dict[str, Tensor]]:
+        assert self._repeat is not None
+        if sorted(tensors) != sorted(name for names in self._repeat for name in names):
+            return [bucket.tensors for bucket in held]  # another model than the saved one: its own layout then
+        return [{name: tensors[name] for name in names} for names in self._repeat]
+
+
+class KnownBuckets:
+    """The gradients of DDP's buckets by name: the very same dicts from backward to backward, while DDP's memory stays.
+
+    To make hundreds of views anew costs more time than to average them. A view keeps its memory, so an address that is
+    known means the memory that is known.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, Sequence[Tensor], dict[str, Tensor]]] = {}
+
+    def tensors(self, bucket: GradBucket, named: Named) -> dict[str, Tensor]:
+        """Return the bucket's gradients, named by `named` from parameters and gradients where they are not known."""
+        params, address = bucket.parameters(), bucket.buffer().data_ptr()
+        known = self._known.get(bucket.index())
+        if known is not None:
+            if known[0] == address and len(known[1]) == len(params) and all(map(is_, known[1], params)):
+                return known[2]
+            self._known.clear()  # laid out anew: let go of the old memory
+        tensors = named(params, bucket.gradients())
+        self._known[bucket.index()] = (address, params, tensors)
+        return tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,3 +121,9 @@ class _Bucket:
     tensors: dict[str, Tensor]
     flat: Tensor
     future: Future[Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _Joined:
+    parts: list[dict[str, Tensor]]
+    whole: dict[str, Tensor]

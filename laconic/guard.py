@@ -114,12 +114,13 @@ def mean_of_finite(conductor: Conductor, good: Sequence[bool], what: str, policy
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    own: Tensor
+    own: list[Tensor]
+    """For each message of an exchange, in order, whether what this worker said was finite."""
     mean: Tensor
 
 
 class GradientGuard:
-    """Watches the gradients of one step: this worker's own, and their means."""
+    """Watches the gradients of one step: this worker's own words, and the means."""
 
     def __init__(self, policy: NonFinite) -> None:
         check_policy(policy)
@@ -130,19 +131,20 @@ class GradientGuard:
         """Average through `average`, and note what was finite."""
         if self.policy == "ignore":
             return (yield from average())
-        own = _finite(tensors)
         share = 1.0
         if self.policy == "exclude":
+            own = _finite(tensors)
             share = float((yield Mean(own.to(torch.float32).reshape(1))))
             if share < 1 and not bool(own):
                 for t in tensors.values():
                     t.zero_()
-        end = yield from average()
+        said: list[Tensor] = []
+        end = yield from _overheard(average(), tensors, said)
         if share < 1:
             for t in end.mean.values():
                 t.mul_(1 / share if share else torch.nan)
             logger.warning("gradients: %.0f%% of the workers brought NaN or Inf, and were left out.", 100 * (1 - share))
-        self._seen.append(_Seen(own, end.finite()))
+        self._seen.append(_Seen(said, end.finite()))
         return end
 
     def forget(self) -> None:
@@ -152,15 +154,42 @@ class GradientGuard:
     def spoiled(self, conductor: Conductor, grads: Iterable[tuple[str, Tensor]], step: int) -> bool:
         """Tell whether this step's mean gradients are not finite, on every worker alike; name who spoiled them."""
         seen, self._seen = self._seen, []
-        if not seen or bool(torch.stack([each.mean.cpu() for each in seen]).all()):
+        if not seen or bool(torch.stack([each.mean for each in seen]).all()):
             return False
-        rows = gathered(conductor, torch.tensor([bool(each.own) for each in seen], dtype=torch.int64))
-        bad = [worker for worker, flags in enumerate(rows.tolist()) if not all(flags)]
+        flags = torch.stack([flag for each in seen for flag in each.own])
+        rows = gathered(conductor, flags.to(torch.int64)).split([len(each.own) for each in seen], dim=1)
+        bad = sorted({worker for row in rows for worker in _culprits(row)})
         message = f"step {step}: {_workers(bad)} brought NaN or Inf, in {_first_bad(grads)}"
         if self.policy == "raise":
             raise NonFiniteError(f"{message}. No worker has stepped.", bad)
         logger.warning("%s. No worker steps, and no codec remembers it.", message)
         return True
+
+
+def _overheard(exchange: Exchange, tensors: Mapping[str, Tensor], said: list[Tensor]) -> Exchange:
+    """Let an exchange run, and note for each of its messages whether it is finite.
+
+    Messages are smaller than gradients, and what is not finite in a gradient is not finite in what a codec says of it.
+    A message in code tells nothing: then the gradients themselves are looked at, once.
+    """
+    answer: Tensor | None = None
+    while True:
+        try:
+            request = next(exchange) if answer is None else exchange.send(answer)
+        except StopIteration as stop:
+            end: Averaged = stop.value
+            return end
+        if request.x.is_floating_point():
+            said.append(all_finite({"": request.x}))
+        else:
+            said.append(_finite(tensors) if not said else torch.ones_like(said[0]))
+        answer = yield request
+
+
+def _culprits(flags: Tensor) -> list[int]:
+    """Find who said something that is not finite, [workers, messages], first: what follows has heard it."""
+    first = next((column for column in flags.unbind(1) if not bool(column.all())), None)
+    return [] if first is None else [worker for worker, fine in enumerate(first.tolist()) if not fine]
 
 
 class Divergence:

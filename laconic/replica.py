@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from laconic.averaging import run_all, written
-from laconic.bucket_stream import BucketStream
+from laconic.bucket_stream import BucketStream, KnownBuckets
 from laconic.buckets import as_laid_out, in_buckets
 from laconic.codecs import Codec, Exact
 from laconic.cost import routed
@@ -22,6 +22,9 @@ from laconic.schedules import Level, Payload
 from laconic.topology import Levels
 from laconic.wires.group import Conductor
 from laconic.wires.wire import Averaged, Exchange, Mean, State
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
 
 
 class Replica:
@@ -44,6 +47,7 @@ class Replica:
         self.solo_exact = True
         """Whether a world of one sends exactly; benchmarks of the codecs themselves say no."""
         self._streams: dict[Level, BucketStream] = {}
+        self._ddp_buckets = KnownBuckets()
         self._buckets = in_buckets(self.params)
 
     @property
@@ -57,22 +61,17 @@ class Replica:
         self.guard.forget()  # what it noted of a step that failed half-way
         self._streams = {}
 
-    def average_bucket(
-        self,
-        codec: Codec,
-        level: Level,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        flat: Tensor,
-        last: bool,
-    ) -> Future[Tensor]:
-        """Start to average one DDP bucket; the future's value is `flat`, with the means in it."""
-        tensors = {self.name_of[id(p)]: as_laid_out(g, p) for p, g in zip(params, grads, strict=True)}
+    def average_bucket(self, codec: Codec, level: Level, bucket: GradBucket) -> Future[Tensor]:
+        """Start to average one DDP bucket; the future's value is its buffer, with the means in it."""
+        tensors = self._ddp_buckets.tensors(bucket, self._named)
 
-        def begin(bucket: Mapping[str, Tensor]) -> Exchange:
-            return self.average_of(codec, self.levels[level], bucket)
+        def begin(together: Mapping[str, Tensor]) -> Exchange:
+            return self.average_of(codec, self.levels[level], together)
 
-        return self._stream(level).take(tensors, flat, last, begin)
+        return self._stream(level).take(tensors, bucket.buffer(), bucket.is_last(), begin)
+
+    def _named(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {self.name_of[id(p)]: as_laid_out(g, p) for p, g in zip(params, grads, strict=True)}
 
     def _stream(self, level: Level) -> BucketStream:
         if level not in self._streams:

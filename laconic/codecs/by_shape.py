@@ -10,6 +10,9 @@ from torch import Tensor
 
 from laconic.codecs.codec import Codec, check_codec
 from laconic.codecs.exact import Exact
+from laconic.codecs.feedback import ErrorFeedback
+from laconic.codecs.low_rank import LowRank
+from laconic.kernels.choose import fast_by_shape
 from laconic.text import as_code
 from laconic.wires.wire import Averaged, Exchange, Mean, Request, State, Tensors
 
@@ -41,6 +44,9 @@ class ByShape:
 
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
         """Average each tensor through the codec for its shape."""
+        fast = self._fast(tensors, state) if reuse else None
+        if fast is not None:
+            return (yield from fast)
         chosen, others = self._split(tensors)
         parts = [
             (self.codec.average(chosen, state.setdefault("codec", {}), reuse=reuse)) if chosen else None,
@@ -56,6 +62,14 @@ class ByShape:
 
         mean = {name: t for end in ends for name, t in end.mean.items()}
         return Averaged({name: mean[name] for name in tensors}, own, finite)
+
+    def _fast(self, tensors: Tensors, state: State) -> Exchange | None:
+        """Return all of it in one piece, where there are kernels for that."""
+        feedback = self.codec
+        if not isinstance(feedback, ErrorFeedback) or feedback.subtract != "own" or self.rest != Exact():
+            return None
+        inside = feedback.codec
+        return fast_by_shape(inside, self._split, tensors, state) if isinstance(inside, LowRank) else None
 
     def _split(self, tensors: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Choose the codec of each tensor; each shape is asked about once."""

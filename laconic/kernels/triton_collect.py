@@ -8,16 +8,22 @@ import triton.language as tl
 SIZE = 1024
 
 
-@triton.jit
-def move(tiles, stride, addresses, counts, flat, GATHER: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr):
-    """Copy one stretch of one tensor to its place in `flat`, or back."""
+@triton.jit(do_not_specialize=["count"])
+def move(
+    tiles, count, addresses, sizes, flat, good,
+    GATHER: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr, SPOIL: tl.constexpr,
+):  # fmt: skip
+    """Copy one stretch of one tensor to its place in `flat`, or back; with SPOIL as NaN unless `good`."""
     tile = tl.program_id(0)
     i = tl.load(tiles + tile)
-    at = tl.load(tiles + stride + tile) + tl.arange(0, SIZE)
-    place = tl.load(tiles + 2 * stride + tile) + tl.arange(0, SIZE)
-    inside = at < tl.load(counts + i)
+    at = tl.load(tiles + count + tile) + tl.arange(0, SIZE)
+    place = tl.load(tiles + 2 * count + tile) + tl.arange(0, SIZE)
+    inside = at < tl.load(sizes + i)
     tensor = tl.load(addresses + i).to(tl.pointer_type(KIND))
     if GATHER:
         tl.store(flat + place, tl.load(tensor + at, mask=inside), mask=inside)
     else:
-        tl.store(tensor + at, tl.load(flat + place, mask=inside), mask=inside)
+        value = tl.load(flat + place, mask=inside)
+        if SPOIL:
+            value += tl.where(tl.load(good) > 0, 0.0, float("nan"))
+        tl.store(tensor + at, value, mask=inside)

@@ -1,9 +1,10 @@
 """Orthonormal columns for many thin matrices at once, without waiting for the device.
 
-Cholesky QR, three times over: G = XᵀX, G = RᵀR, X ← X R⁻¹. Once is fast but inexact for ill-conditioned columns;
-repeated, it is as orthogonal as Householder's. Columns are scaled to unit length first, so neither 1e-20 nor 1e20
-matters. Of a column that nearly depends on those before it the first pass keeps only what is new, and the next one makes
-that orthogonal; a column of zeros is replaced by random numbers. So rank is never lost. A matrix of zeros or with NaN leaves its result as it was.
+Cholesky QR, twice over: G = XᵀX, G = RᵀR, X ← X R⁻¹. The thin matrices are fp32 and everything between is fp64, where
+neither squares of 1e-20 nor of 1e20 matter and one pass leaves an error of 1e-16 times the condition number squared; the
+second pass takes that away. Of a column that nearly depends on those before it the first pass keeps only what is new, and
+the second makes that orthogonal; where nothing is new but rounding, random numbers take its place. So rank is never lost.
+A matrix of zeros or with NaN leaves its result as it was.
 """
 
 from __future__ import annotations
@@ -11,111 +12,104 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PASSES = 3
-ROWS_A_TILE = 256
+PASSES = 2
+ROWS_A_TILE = 1024
+NUMBERS_AT_ONCE = 2048
+LEAST = 1e-10
+"""How much of a column, squared, must be new for others to be projected on it."""
+ROUNDING = 1e-14
+"""What fp32's rounding alone leaves of a column that is not new."""
 
 
-@triton.jit
-def largest(
-    tiles, stride, rows_of, row_at, all_rows, x, parts, RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr
-):
-    """The largest absolute entry of each column in one tile of rows; NaN if there is one."""
+@triton.jit(do_not_specialize=["count"])
+def multiply(
+    tiles, count, rows_of, row_at, x, weights, gone, good, into, parts,
+    FIRST: tl.constexpr, LAST: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    ROWS_A_TILE: tl.constexpr,
+):  # fmt: skip
+    """X W for one tile of rows, and its part of the next XᵀX; the first pass takes X as it is, the last has no next.
+
+    `gone` is 1 for each column that is to be replaced by noise, and 2 for all columns of a matrix that is not usable.
+    """
     tile = tl.program_id(0)
     i = tl.load(tiles + tile)
-    y = tl.load(tiles + stride + tile) + tl.arange(0, ROWS)
+    first, m = tl.load(tiles + count + tile), tl.load(rows_of + i)
+    x += tl.load(row_at + i).to(tl.int64) * RANK  # [RANK, m]
+    into += tl.load(row_at + i).to(tl.int64) * RANK
+    weights += i * WIDE * WIDE
     k = tl.arange(0, WIDE)
-    inside = (y < tl.load(rows_of + i))[:, None] & (k < RANK)[None, :]
-    block = tl.load(x + k[None, :] * all_rows + (tl.load(row_at + i) + y)[:, None], mask=inside, other=0.0)
-    top = tl.max(tl.abs(block), axis=0)
-    broken = tl.sum(tl.where(block == block, 0.0, 1.0), axis=0)
-    tl.store(parts + tile * WIDE + k, tl.where(broken > 0, float("nan"), top))
-
-
-@triton.jit
-def scales(first_tile, parts, weights, dropped, usable, RANK: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr):
-    """The first W, which brings each column to size 1, and whether the matrix is neither zero nor broken."""
-    i = tl.program_id(0)
-    begin, end = tl.load(first_tile + i), tl.load(first_tile + i + 1)
-    k = tl.arange(0, WIDE)
-    top = tl.zeros((WIDE,), dtype=tl.float32)
-    broken = tl.zeros((WIDE,), dtype=tl.float32)
-    for tile in range(begin, end, TILES):
-        t = tile + tl.arange(0, TILES)
-        block = tl.load(parts + t[:, None] * WIDE + k[None, :], mask=(t < end)[:, None], other=0.0)
-        broken += tl.sum(tl.where(block == block, 0.0, 1.0), axis=0)
-        top = tl.maximum(top, tl.max(tl.where(block == block, block, 0.0), axis=0))
-    broken += tl.where(top == float("inf"), 1.0, 0.0)
-    a = tl.arange(0, WIDE)[:, None]
-    factor = tl.where(top > 0, 1.0 / tl.where(top > 0, top, 1.0), 0.0)
-    tl.store(weights + i * WIDE * WIDE + a * WIDE + k[None, :], tl.where(a == k[None, :], factor[None, :], 0.0))
-    tl.store(dropped + i * WIDE + k, tl.zeros((WIDE,), dtype=tl.int32))
-    good = (tl.sum(broken, axis=0) == 0) & (tl.max(top, axis=0) > 0)
-    tl.store(usable + i, good.to(tl.int32))
+    gram = tl.zeros((WIDE, WIDE), dtype=tl.float64)
+    if not FIRST:
+        lost = tl.load(gone + i * WIDE + k)
+        w = tl.load(weights + k[None, :] * WIDE + k[:, None])  # Wᵀ
+    for row in range(first, tl.minimum(first + ROWS_A_TILE, m), ROWS):
+        y = row + tl.arange(0, ROWS)
+        inside = (k < RANK)[:, None] & (y < m)[None, :]
+        at = k[:, None] * m + y[None, :]
+        if FIRST:
+            block = tl.load(x + at, mask=inside, other=0.0).to(tl.float64)
+        else:
+            thin = tl.load(x + at, mask=inside, other=0.0).to(tl.float64)
+            block = tl.dot(w, thin, out_dtype=tl.float64)
+            noise = tl.rand(17, y[None, :] * WIDE + k[:, None]).to(tl.float64) - 0.5
+            block = tl.where(inside, tl.where((lost == 1)[:, None], noise, block), 0.0)
+            if LAST:
+                if tl.load(good) * (2 - tl.max(lost, axis=0)) > 0:
+                    tl.store(into + at, block.to(tl.float32), mask=inside)
+            else:
+                block = block.to(tl.float32)
+                tl.store(into + at, block, mask=inside)
+                block = block.to(tl.float64)
+        if not LAST:
+            gram = tl.dot(block, tl.trans(block), gram, out_dtype=tl.float64)
+    if not LAST:
+        tl.store(parts + tile * WIDE * WIDE + k[:, None] * WIDE + k[None, :], gram)
 
 
 @triton.jit
 def inverse(
-    first_tile,
-    parts,
-    weights,
-    dropped,
-    RANK: tl.constexpr,
-    WIDE: tl.constexpr,
-    LEAST: tl.constexpr,
-    LAST: tl.constexpr,
-):
-    """W = R⁻¹ for one matrix, so that X W has orthonormal columns; and which columns are zero."""
+    first_tile, parts, weights, gone,
+    FIRST: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr, LEAST: tl.constexpr,
+    ROUNDING: tl.constexpr,
+):  # fmt: skip
+    """W = R⁻¹ for one matrix, so that X W has orthonormal columns; and which columns are to be replaced (1).
+
+    A matrix of zeros, or with NaN or Inf, is marked by 2 instead.
+    """
     i = tl.program_id(0)
     a = tl.arange(0, WIDE)[:, None]
     b = tl.arange(0, WIDE)[None, :]
-    g = tl.zeros((WIDE, WIDE), dtype=tl.float32)
-    for tile in range(tl.load(first_tile + i), tl.load(first_tile + i + 1)):
-        g += tl.load(parts + tile * WIDE * WIDE + a * WIDE + b)
+    begin, end = tl.load(first_tile + i), tl.load(first_tile + i + 1)
+    g = tl.zeros((WIDE, WIDE), dtype=tl.float64)
+    for tile in range(begin, end, TILES):
+        t = tile + tl.arange(0, TILES)[:, None, None]
+        place = t * (WIDE * WIDE) + (a * WIDE + b)[None, :, :]
+        g += tl.sum(tl.load(parts + place, mask=t < end, other=0.0), axis=0)
     # Unit diagonal, so that a pivot tells how much of a column is new.
     length = tl.sum(tl.where(a == b, g, 0.0), axis=0)
+    total = tl.sum(length, axis=0)
+    usable = (total > 0) & (total < float("inf"))
     unit = tl.where(length > 0, 1.0 / tl.sqrt(tl.where(length > 0, length, 1.0)), 0.0)
-    unit_across = tl.sum(tl.where(a == b, unit[None, :], 0.0), axis=1)
-    g = g * unit_across[:, None] * unit[None, :]
+    g = g * tl.sum(tl.where(a == b, unit[None, :], 0.0), axis=1)[:, None] * unit[None, :]
     w = tl.where(a == b, unit[None, :], 0.0)
+    k = tl.arange(0, WIDE)
+    empty = tl.zeros((WIDE,), dtype=tl.int32)
     for j in range(RANK):
         pivot = tl.sum(tl.sum(tl.where((a == j) & (b == j), g, 0.0), axis=1), axis=0)
         keep = pivot > LEAST
+        empty = tl.where(k == j, tl.where(pivot <= ROUNDING, 1, 0), empty)
         root = tl.where(keep, 1.0 / tl.sqrt(tl.where(keep, pivot, 1.0)), 0.0)
         r = tl.sum(tl.where(a == j, g, 0.0), axis=0) * root  # row j of R, over columns
         r_down = tl.sum(tl.where(b == j, g, 0.0), axis=1) * root  # the same, over rows
         g -= r_down[:, None] * r[None, :]
         # What is left of a column that nearly depends on others is too inexact to project with, but not lost: it stays
         # as it is, and the next pass scales it up and makes it orthogonal.
-        left = tl.where(keep, root, 0.0 if LAST else 1.0)
-        new = tl.sum(tl.where(b == j, w, 0.0), axis=1) * left
-        later = tl.where(tl.arange(0, WIDE) > j, r, 0.0)
+        new = tl.sum(tl.where(b == j, w, 0.0), axis=1) * tl.where(keep, root, 1.0 if FIRST else 0.0)
+        later = tl.where(k > j, r, 0.0)
         w = tl.where(b == j, new[:, None], w - (new * tl.where(keep, 1.0, 0.0))[:, None] * later[None, :])
-    gone = (length <= 0).to(tl.int32)
     tl.store(weights + i * WIDE * WIDE + a * WIDE + b, w)
-    tl.store(dropped + i * WIDE + tl.arange(0, WIDE), gone)
-
-
-@triton.jit
-def apply(
-    tiles, stride, rows_of, row_at, all_rows, x, weights, dropped, usable, good, into, parts,
-    LAST: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """X W for one tile of rows, and its part of the next XᵀX; the last pass writes only what is usable."""
-    tile = tl.program_id(0)
-    i = tl.load(tiles + tile)
-    y = tl.load(tiles + stride + tile) + tl.arange(0, ROWS)
-    k = tl.arange(0, WIDE)
-    inside = (y < tl.load(rows_of + i))[:, None] & (k < RANK)[None, :]
-    at = k[None, :] * all_rows + (tl.load(row_at + i) + y)[:, None]
-    w = tl.load(weights + i * WIDE * WIDE + k[:, None] * WIDE + k[None, :])
-    block = tl.dot(tl.load(x + at, mask=inside, other=0.0), w, input_precision="tf32x3")
-    if LAST:
-        if tl.load(usable + i) * tl.load(good) > 0:
-            tl.store(into + at, block, mask=inside)
+    if FIRST:
+        tl.store(gone + i * WIDE + k, tl.where(usable, empty, 2))
     else:
-        gone = tl.load(dropped + i * WIDE + k)
-        noise = tl.rand(17, (y[:, None] * WIDE + k[None, :])) - 0.5
-        block = tl.where(inside & (gone != 0)[None, :], noise, tl.where(inside, block, 0.0))
-        tl.store(into + at, block, mask=inside)
-        product = tl.dot(tl.trans(block), block, input_precision="tf32x3")
-        tl.store(parts + tile * WIDE * WIDE + k[:, None] * WIDE + k[None, :], product)
+        before = tl.load(gone + i * WIDE + k)
+        tl.store(gone + i * WIDE + k, tl.where(before > 1, 2, 0))
