@@ -1,7 +1,8 @@
 """What workers check about each other while training goes on.
 
-- Before a round of weights, a header: the step and the plan that each worker believes in, and whether its numbers are
-  finite. Workers out of step get an error instead of a mean of different things.
+- Before a round of weights, and before a bare module's gradients, a header: the step and the plan that each worker
+  believes in, whether its numbers are finite, whether it was asked to stop. Workers out of step get an error instead of
+  a mean of different things.
 - After gradients were averaged, whether the mean is finite; if not, who spoiled it and in which parameter.
 - After a round in which all must agree, a digest of the weights: a bit that flipped on one worker is found.
 """
@@ -71,21 +72,25 @@ def gathered(conductor: Conductor, numbers: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Headers:
-    """What the workers said before a round: whether each is finite, and whether any was asked to stop."""
+    """What the workers said before a round: whether each is finite, whether any was asked to stop, and what else."""
 
     finite: list[bool]
     stop: bool
+    rest: Tensor
+    """[workers, ...]"""
 
 
-def exchange_headers(conductor: Conductor, step: int, plan: str, finite: bool, stop: bool) -> Headers:
+def exchange_headers(
+    conductor: Conductor, step: int, plan: str, finite: bool, stop: bool, rest: Sequence[int]
+) -> Headers:
     """Make sure that all workers mean the same round, and hear what they say of themselves."""
     mark = int.from_bytes(hashlib.sha256(plan.encode()).digest()[:8], signed=True)
-    rows = gathered(conductor, torch.tensor([step, mark, int(finite), int(stop)], dtype=torch.int64))
+    rows = gathered(conductor, torch.tensor([step, mark, int(finite), int(stop), *rest], dtype=torch.int64))
     for column, what in ((0, "step"), (1, "plan")):
         said = rows[:, column].tolist()
         if len(set(said)) > 1:
             raise DesyncError(_out_of_step(said, what, step, plan, conductor.level))
-    return Headers([bool(flag) for flag in rows[:, 2].tolist()], bool(rows[:, 3].any()))
+    return Headers([bool(flag) for flag in rows[:, 2].tolist()], bool(rows[:, 3].any()), rows[:, 4:])
 
 
 def _out_of_step(said: list[int], what: str, step: int, plan: str, level: str) -> str:

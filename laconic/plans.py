@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from inspect import signature
 from typing import Literal, TypeAlias, get_args
 
@@ -74,6 +75,11 @@ class Plan:
                 raise ValueError(f"Plan({word}={getattr(self, word)!r}): {word} must be {known}.")
         if not self.local:
             self._refuse_what_only_local_plans_have()
+
+    @cached_property
+    def text(self) -> str:
+        """How it is written, kept for those who ask at every step."""
+        return repr(self)
 
     def _refuse_what_only_local_plans_have(self) -> None:
         defaults = {"outer": Adopt(), "topology": World(), "buffers": "average", "optimizer_state": "keep"}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,11 @@ from laconic.wires.wire import Averaged, Exchange, Mean, State
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
+
+Opened: TypeAlias = Callable[[Conductor, Sequence[int]], Tensor]
+
+_BITS = 62
+_ALL = (1 << _BITS) - 1
 
 
 class Replica:
@@ -55,6 +62,11 @@ class Replica:
         """The conductor of all workers."""
         return self.levels.world
 
+    @property
+    def no_words(self) -> list[int]:
+        """What a header says of gradients where there are none: headers of all rounds are equally long."""
+        return [0] * -(-len(self.originals) // _BITS)
+
     def regroup(self, levels: Levels) -> None:
         """Talk to other workers from now on."""
         self.levels = levels
@@ -78,10 +90,13 @@ class Replica:
             self._streams[level] = BucketStream(self.levels[level], quiet=True)
         return self._streams[level]
 
-    def average_gradients(self, codec: Codec, level: Level = None) -> None:
-        """Average `.grad` of every parameter, and wait for it. A gradient that is None here counts as zero."""
+    def average_gradients(self, codec: Codec, level: Level, opened: Opened) -> None:
+        """Average `.grad` of every parameter, and wait for it. A gradient that is None here counts as zero.
+
+        `opened` tells all workers what this one says, and returns what they say.
+        """
         conductor = self.levels[level]
-        absent = self._absent_everywhere(conductor)
+        absent = self._absent_everywhere(conductor, opened)
         grads = {}
         for name, p in self.originals.items():
             if p.grad is None:
@@ -123,13 +138,12 @@ class Replica:
         """Choose the codec that runs: a worker alone has nobody to be brief with."""
         return Exact() if conductor.workers == 1 and self.solo_exact else routed(codec)
 
-    def _absent_everywhere(self, conductor: Conductor) -> list[str]:
+    def _absent_everywhere(self, conductor: Conductor, opened: Opened) -> list[str]:
         """Names whose gradient is None on every worker: they stay None, so that no optimizer moves them."""
-        here = torch.tensor([p.grad is not None for p in self.originals.values()], dtype=torch.float32)
-        if conductor.workers > 1:
-            here = here.to(next(iter(self.params.values())).device)
-            here = conductor.run(flags(here), "control").mean["flags"]
-        return [name for name, used in zip(self.params, here.tolist(), strict=True) if not used]
+        here = sum(1 << i for i, p in enumerate(self.originals.values()) if p.grad is not None)
+        rows = opened(conductor, [here >> (_BITS * i) & _ALL for i in range(len(self.no_words))])
+        used = sum(reduce(or_, column) << (_BITS * i) for i, column in enumerate(rows.t().tolist()))
+        return [name for i, name in enumerate(self.params) if not used >> i & 1]
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker must remember besides weights: codec states, the outer state, the buckets' layouts."""

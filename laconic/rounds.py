@@ -128,9 +128,8 @@ class Rounds:
         mine = {name: self.replica.params[name] for name in names}
         self._mute = False
         finite = self.nonfinite == "ignore" or bool(all_finite(mine))
-        heard = exchange_headers(conductor, step, repr(plan), finite, self.stop.asked)
-        if heard.stop and conductor is self.replica.conductor:
-            self.stop.agreed = True
+        heard = exchange_headers(conductor, step, plan.text, finite, self.stop.asked, self.replica.no_words)
+        self.stop.heard(heard.stop, conductor is self.replica.conductor)
         if all(heard.finite):
             return 1.0
         scale = mean_of_finite(conductor, heard.finite, f"step {step}, weights", self.nonfinite)

@@ -11,11 +11,6 @@ import signal
 from dataclasses import dataclass
 from types import FrameType
 
-import torch
-
-from laconic.replica import flags
-from laconic.wires.group import Conductor
-
 
 @dataclass(eq=False)
 class Stop:
@@ -34,9 +29,6 @@ class Stop:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
 
-    def hear(self, conductor: Conductor) -> None:
-        """Ask all workers whether anyone was asked to stop."""
-        mine = torch.tensor([float(self.asked)], device=conductor.device)
-        if conductor.workers > 1:
-            mine = conductor.run(flags(mine), "control").mean["flags"]
-        self.agreed = self.agreed or bool(mine.any())
+    def heard(self, anyone: bool, among_all: bool) -> None:
+        """Take note of what a header said. A part of the workers decides nothing: all must know after the same step."""
+        self.agreed = self.agreed or (anyone and among_all)

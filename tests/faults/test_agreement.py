@@ -90,20 +90,29 @@ def test_first_weights_that_differ_are_reported_or_mended(wrapped):
             assert ("workers [1]" in said and "2.weight" in said) == (sync is not True)
 
 
-def test_workers_out_of_step_get_an_error_instead_of_a_mean():
+@pytest.mark.parametrize(
+    ("plan", "loaded", "alone"),
+    [
+        ("post_local_sgd(period=4)", 4, 3),  # weights and weights
+        ("ddp()", 4, 0),  # gradients and gradients
+        ("post_local_sgd(start=5, period=4)", 7, 0),  # weights, and gradients of the others
+    ],
+)
+def test_workers_out_of_step_get_an_error_instead_of_a_mean(plan, loaded, alone):
     # One worker has loaded another checkpoint than the others: it comes to a round with them, but not to the same.
-    results = run_workers(_loaded_elsewhere, 3)
-    assert all("worker 1 at step 8 and the others at step 4" in error for error in results), results
+    results = run_workers(_loaded_elsewhere, 3, (plan, loaded, alone))
+    expected = f"worker 1 at step {loaded + alone + 1} and the others at step {alone + 1}"
+    assert all(expected in error for error in results), results
 
 
-def _loaded_elsewhere(worker: int) -> str:
+def _loaded_elsewhere(worker: int, plan: str, loaded: int, alone: int) -> str:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    talk = laconic.attach(laconic.post_local_sgd(period=4), model, optimizer)
+    talk = laconic.attach(laconic.plan(plan), model, optimizer)
     state = talk.state_dict()
     if worker == 1:
-        talk.load_state_dict(state | {"step": 4})
-    for step in range(3):
+        talk.load_state_dict(state | {"step": loaded})
+    for step in range(alone):
         x, y = batch(worker, step)
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
