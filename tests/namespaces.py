@@ -7,8 +7,11 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import pytest
+
+from laconic.lab.namespaces import CLONE_NEWNET, _call
 
 needs_root = [
     pytest.mark.root,
@@ -26,24 +29,90 @@ def ip(*words: str) -> str:
     return done.stdout
 
 
+@dataclass(frozen=True)
+class Network:
+    """Hosts that are there, by name and address, and the switches between them, whose cables can be pulled."""
+
+    hosts: list[tuple[str, str]]
+    switch: str
+
+    def unplug(self, host: int) -> None:
+        """Pull the cable of one host."""
+        ip("-n", self.switch, "link", "set", f"p{host}", "down")
+
+    def plug_in(self, host: int) -> None:
+        """Put it back."""
+        ip("-n", self.switch, "link", "set", f"p{host}", "up")
+
+    def part(self) -> None:
+        """Pull the cable between the sites."""
+        ip("-n", self.switch, "link", "set", "up1", "down")
+
+    def join(self) -> None:
+        """Put it back."""
+        ip("-n", self.switch, "link", "set", "up1", "up")
+
+    def deafen(self, host: int) -> None:
+        """Let nothing more come to a host, which can still be heard."""
+        drop_all(self.switch, f"p{host}")
+
+    def mute(self, host: int) -> None:
+        """Let nothing more go out of a host, which can still hear."""
+        drop_all(self.hosts[host][0], "eth0")
+
+    def mend(self, host: int) -> None:
+        """Undo what was done to one direction."""
+        for namespace, card in ((self.switch, f"p{host}"), (self.hosts[host][0], "eth0")):
+            subprocess.run(
+                ["tc", "-n", namespace, "qdisc", "del", "dev", card, "root"], capture_output=True, timeout=20
+            )
+
+
+def drop_all(namespace: str, card: str) -> None:
+    """Drop what a card sends: a token bucket that is too small for any packet."""
+    words = f"tc -n {namespace} qdisc add dev {card} root tbf rate 1kbit burst 1 limit 1"
+    subprocess.run(words.split(), check=True, capture_output=True, timeout=20)
+
+
 @contextmanager
 def hosts(count: int) -> Iterator[list[tuple[str, str]]]:
     """Make `count` hosts on one switch; yield their names and addresses; remove them whatever happens."""
+    with sites(count) as network:
+        yield network.hosts
+
+
+@contextmanager
+def sites(*sizes: int) -> Iterator[Network]:
+    """Make sites of so many hosts each, one switch a site, joined by cables; remove them whatever happens."""
     tag = f"lt{os.getpid() % 100_000}"
+    site_of = [site for site, size in enumerate(sizes) for _ in range(size)]
     with ExitStack() as undo:
-        for name in [f"{tag}s", *(f"{tag}h{index}" for index in range(count))]:
+        for name in [f"{tag}s", *(f"{tag}h{index}" for index in range(len(site_of)))]:
             ip("netns", "add", name)
             undo.callback(ip, "netns", "del", name)
         switch = f"{tag}s"
-        ip("-n", switch, "link", "add", "name", "bridge0", "type", "bridge")
-        ip("-n", switch, "link", "set", "bridge0", "up")
+        for site in range(len(sizes)):
+            ip("-n", switch, "link", "add", "name", f"bridge{site}", "type", "bridge")
+            ip("-n", switch, "link", "set", f"bridge{site}", "up")
+            if site:
+                ip("-n", switch, "link", "add", "name", f"up{site}", "type", "veth", "peer", "name", f"down{site}")
+                ip("-n", switch, "link", "set", f"up{site}", "master", f"bridge{site}", "up")
+                ip("-n", switch, "link", "set", f"down{site}", "master", "bridge0", "up")
         made = []
-        for index in range(count):
+        for index, site in enumerate(site_of):
             host, address = f"{tag}h{index}", f"10.77.0.{index + 1}"
             ip("-n", host, "link", "add", "name", "eth0", "type", "veth", "peer", "name", f"p{index}", "netns", switch)
-            ip("-n", switch, "link", "set", f"p{index}", "master", "bridge0", "up")
+            ip("-n", switch, "link", "set", f"p{index}", "master", f"bridge{site}", "up")
             ip("-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
             ip("-n", host, "link", "set", "eth0", "up")
             ip("-n", host, "link", "set", "lo", "up")
             made.append((host, address))
-        yield made
+        yield Network(made, switch)
+
+
+def move_to(host: str) -> None:
+    """Move this process to a host. Call it before anything opens a socket or starts a thread."""
+    namespace = os.open(f"/var/run/netns/{host}", os.O_RDONLY | os.O_CLOEXEC)
+    _call("setns", namespace, CLONE_NEWNET)
+    os.close(namespace)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"

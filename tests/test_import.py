@@ -15,7 +15,7 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[1:]
 
 
 def test_importing_prints_nothing_and_brings_no_extras() -> None:
-    extras = ["rich", "typer", "click", "matplotlib", "sklearn", "triton", "pytest", "hypothesis"]
+    extras = ["rich", "typer", "click", "matplotlib", "sklearn", "triton", "torchft", "pytest", "hypothesis"]
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT, *extras], capture_output=True, text=True, check=True, timeout=120
     )

@@ -15,6 +15,7 @@ import laconic
 from laconic.cli.compare import compare
 from laconic.cli.doctor import doctor
 from laconic.cli.migrate import migrate
+from laconic.cli.serve import serve
 from laconic.cli.train import train
 from laconic.lab.launch import Stopped, WorkerError, stoppable
 from laconic.lab.settings import LabError, found_place
@@ -49,6 +50,7 @@ app.command()(train)
 app.command()(compare)
 app.command()(migrate)
 app.command()(doctor)
+app.command()(serve)
 
 
 def main() -> None:

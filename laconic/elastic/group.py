@@ -21,13 +21,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from laconic.elastic.store import BoundedStore
-from laconic.wires.patience import SLICE
+from laconic.wires.patience import ended
 
 CallOff = Callable[[], None]
 """Raises when a wait has become pointless."""
 
-FORM_S = 10.0
-"""How long the connections of a new group may take, after all its members have said that they are ready."""
+CONNECT_S = 2.0
+"""How long one connection of a new group may take. When a member is stopped in between, gloo waits five times as long,
+and cannot be called off meanwhile."""
 
 
 def connect(store: BoundedStore, prefix: str, worker: int, workers: int) -> dist.ProcessGroup:
@@ -38,7 +39,7 @@ def connect(store: BoundedStore, prefix: str, worker: int, workers: int) -> dist
         store=PrefixStore(prefix, store),
         rank=worker,
         world_size=workers,
-        timeout=timedelta(seconds=FORM_S),
+        timeout=timedelta(seconds=CONNECT_S),
     )
     made = dist.group.WORLD
     assert made is not None
@@ -49,7 +50,7 @@ def subgroup(world: dist.ProcessGroup, workers: list[int], timeout_s: float) -> 
     """Make a group of some workers of the world; only they take part."""
     if len(workers) == world.size():
         return world
-    made = dist.new_group(workers, backend="gloo", use_local_synchronization=True, timeout=timedelta(seconds=FORM_S))
+    made = dist.new_group(workers, backend="gloo", use_local_synchronization=True, timeout=timedelta(seconds=CONNECT_S))
     assert isinstance(made, dist.ProcessGroup)
     lengthen(made, timeout_s)
     return made
@@ -85,13 +86,7 @@ def leave(timeout_s: float, *others: object) -> None:
 
 def wait(work: Any, call_off: CallOff) -> None:
     """Wait for a collective as long as it takes, unless that has become pointless."""
-    while True:
-        try:
-            work.wait(SLICE)
-            return
-        except RuntimeError:
-            if work.is_completed():
-                raise
+    while not ended(work):
         call_off()
 
 

@@ -6,7 +6,8 @@ generation. When everybody has a seat who is expected and lives, the first to se
 and the next meeting is open. So there is no leader, and nobody's death can hold a meeting up for long.
 
 The list settles everything: the members, their order, the round that they go on from (the newest that all who were in
-the last generation hold) and who hands it to those who were not.
+the last generation hold) and who hands it to those who were not. Who was killed, and read what it holds from a disk,
+goes by those who were not: a disk lags behind. If all were, the newest that is on any disk counts.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ POLL_S = 0.03
 
 @dataclass(frozen=True)
 class Seat:
-    """A worker at a meeting: the generation whose rounds it holds (0 is none yet), and after which steps."""
+    """A worker at a meeting: the generation whose rounds it holds (0 is none yet), after which steps, and where."""
 
     id: str
     tag: str
     generation: int
     steps: tuple[int, ...]
+    in_memory: bool = True
 
     @property
     def order(self) -> tuple[int, int, str]:
@@ -48,19 +50,25 @@ class Members:
 
     @property
     def insiders(self) -> list[Seat]:
-        """Those who hold the rounds of the last generation."""
-        newest = max(seat.generation for seat in self.seats)
-        return [seat for seat in self.seats if seat.generation == newest]
+        """Those who hold the round to go on from, of the last generation."""
+        return [seat for seat in self._last if self.base in seat.steps]
 
     @property
     def base(self) -> int:
-        """The step to go on from: the newest that all insiders hold."""
-        return max(set.intersection(*(set(seat.steps) for seat in self.insiders)), default=0)
+        """The step to go on from: the newest that all of the last generation hold; on disks, any of them."""
+        held = [set(seat.steps) for seat in self._last]
+        common = set.intersection(*held) if self._last[0].in_memory else None
+        return max(common or set.union(*held))
 
     @property
     def source(self) -> int:
         """The index of the one who hands its state to those who need it."""
         return self.seats.index(self.insiders[0])
+
+    @property
+    def _last(self) -> list[Seat]:
+        newest = max((seat.generation, seat.in_memory) for seat in self.seats)
+        return [seat for seat in self.seats if (seat.generation, seat.in_memory) == newest]
 
     def receives(self, worker: int) -> bool:
         """Tell whether a worker needs the state of another. At the very start, all but one do."""
@@ -104,9 +112,11 @@ class Meetings:
             if members is None or seat in members.seats:
                 return members
 
-    def confirmed(self, generation: int) -> None:
+    def confirmed(self, members: Members) -> None:
         """Note that all members of a generation hold its first round: older ones may not go on any more."""
-        self._raise_to("generation", generation)
+        holders = {seat.tag: seat.id for seat in members.seats}
+        self._store.set(self._key("holders", members.generation), json.dumps(holders))
+        self._raise_to("generation", members.generation)
 
     def _attend(self, attempt: int, seat: Seat, over: Callable[[], bool]) -> Members | None:
         place = self._store.add(self._key(attempt, "count"), 1)
@@ -131,15 +141,15 @@ class Meetings:
             if awaited:
                 quiet_since = time.monotonic()
             patient = time.monotonic() - begun < self._rules.wait_s
-            problem = self._problem(present)
+            problem = self._problem(present, expected)
             if problem is None and not (awaited and patient):
                 self._close(attempt, present)
             elif time.monotonic() - quiet_since > self._rules.wait_s:
                 raise QuorumError(problem)
             time.sleep(POLL_S)
 
-    def _problem(self, present: list[Seat]) -> str | None:
-        """Say why those who are here may not go on."""
+    def _problem(self, present: list[Seat], expected: Iterable[Seat]) -> str | None:
+        """Say why those who are here may not go on, and who of the last list is missing."""
         held = max((seat.generation for seat in present), default=0)
         last = self._store.add(self._key("generation"), 0)
         if held < last:
@@ -147,14 +157,30 @@ class Meetings:
                 f"none of the {len(present)} workers here holds a round of generation {last}, the last that was "
                 "formed: those who do are gone. Start the run again from its checkpoints, in a new store."
             )
+        if held == last > 0 and not any(seat.in_memory for seat in present if seat.generation == held):
+            living = self._living(held)
+            if living:
+                return (
+                    f"the {len(present)} workers here hold what was saved of generation {held}, and "
+                    f"{', '.join(living)} may have committed more: alive, but not here within "
+                    f"{self._rules.wait_s:g} s. Start this worker again when they have come, or have ended."
+                )
         needed = max(self._rules.expect, self._rules.least) if held == 0 else self._rules.least
         if len(present) < needed:
+            here = {seat.id for seat in present}
+            missing = ", ".join(repr(seat.id) for seat in expected if seat.id not in here)
             return (
-                f"{len(present)} of at least {needed} workers came within {self._rules.wait_s:g} s, and fewer may not "
-                "commit a round: another part of the workers might do the same. Start more workers, or join with a "
-                "smaller least=."
+                f"{len(present)} of at least {needed} workers came within {self._rules.wait_s:g} s"
+                f"{missing and f' (missing: {missing})'}, and fewer may not commit a round: another part of the "
+                "workers might do the same. Start more workers, or join with a smaller least=."
             )
         return None
+
+    def _living(self, generation: int) -> list[str]:
+        """Name the members of a confirmed generation that live, as far as one can tell yet."""
+        holders: dict[str, str] = json.loads(self._store.get(self._key("holders", generation)))
+        self._watch.follow(holders)
+        return [f"worker {id!r}" for tag, id in holders.items() if self._watch.alive(tag)]
 
     def _read_seats(self, attempt: int, seats: dict[int, Seat]) -> None:
         for place in range(1, self._store.add(self._key(attempt, "count"), 0) + 1):

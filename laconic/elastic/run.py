@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,11 +29,13 @@ from laconic.agreement import DisagreementError
 from laconic.agreement import _gather as gather_rows
 from laconic.attach import Talk
 from laconic.elastic.errors import ElasticError, EndedError, ReplacedError, StoreLostError
-from laconic.elastic.group import CallOff, broadcaster, called_off, connect, gather, leave, lengthen, subgroup
+from laconic.elastic.group import CallOff, called_off, connect, gather, leave, lengthen
+from laconic.elastic.handing import hand_over
 from laconic.elastic.history import History, Shelf
 from laconic.elastic.members import Members, Seat
-from laconic.elastic.snapshot import Committed, Snapshot, Stateful, receive, send
-from laconic.elastic.step import Step
+from laconic.elastic.parts import check_counts, parts_of
+from laconic.elastic.snapshot import Committed, Stateful
+from laconic.elastic.step import Agreed, Step
 from laconic.elastic.world import World
 from laconic.wires.patience import LostWorkerError
 
@@ -46,8 +49,8 @@ class Run:
     """A worker's part in a run whose workers may come and go.
 
     `also` are other things with a state that belongs to a step, such as a learning rate scheduler. Every `every`-th
-    round that workers agree on is committed. With a `folder`, every worker saves its own state there when the run stops
-    early, and every `save_every` commits; a run that is started again goes on from there. `on_commit` is called with
+    round that workers agree on is committed. With a `folder`, every worker saves its own state there when it ends or
+    leaves, and every `save_every` commits; a run that is started again goes on from there. `on_commit` is called with
     each round, once it is certain.
     """
 
@@ -64,29 +67,20 @@ class Run:
         save_every: int | None = None,
         on_commit: Callable[[Committed], None] | None = None,
     ) -> None:
-        for word, value in (("every", every), ("save_every", save_every)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"Run({word}={value!r}): {word} must be a whole number of rounds from 1 up.")
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        check_counts(every=every, save_every=save_every)
         self.world, self.talk = world, talk
-        self._model, self._also = model, dict(also or {})
-        self._parts: dict[str, Stateful] = {
-            "model": model,
-            **{f"optimizer {index}": each for index, each in enumerate(optimizers)},
-            "talk": talk,
-            **{f"also {name}": each for name, each in self._also.items()},
-        }
+        self._model = model
         self._every, self._save_every = every, save_every
-        shelf = None if folder is None else Shelf(Path(folder) / f"worker-{world.id}")
-        self._history = History(self._parts, shelf, on_commit)
+        shelf = None if folder is None else Shelf(Path(folder), world.id)
+        self._history = History(parts_of(talk, model, optimizer, also), shelf, on_commit)
         self._members: Members | None = None
         self._rounds = 0
-        self._stop = self._ended = False
+        self._stop = self._leaving = self._ended = False
         self._total = 0
         self._clean = True
-        self._talked = False
+        self._agreed = Agreed(talk)
         self.stopped = False
-        """Whether the loop has ended early, because a worker called `stop`."""
+        """Whether the loop has ended early, because a worker called `stop`, or this one `leave`."""
 
     @property
     def worker(self) -> int:
@@ -109,11 +103,20 @@ class Run:
         """Let all workers end the loop together, after the next committed round. Safe in a signal handler."""
         self._stop = True
 
+    def leave(self) -> None:
+        """Let this worker end its loop after the step under way, and the others go on. Safe in a signal handler."""
+        self._leaving = True
+
+    def leave_on(self, *signals: signal.Signals) -> None:
+        """Leave when one of these signals comes, by default SIGTERM: what torchrun sends before it starts us again."""
+        for each in signals or (signal.SIGTERM,):
+            signal.signal(each, lambda *_: self.leave())
+
     def steps(self, total: int) -> Iterator[Step]:
         """Go on to step `total`. Each step is to be entered, and to call the optimizer once.
 
         Forms the group first: waits for the other workers, and takes over where they are. At the end weights that local
-        steps have driven apart are averaged. Ends early, on all workers alike, after `stop`.
+        steps have driven apart are averaged. Ends early after `stop`, on all workers alike, or `leave`, on this one.
         """
         self._begin(total)
         while not self._finished():
@@ -126,6 +129,8 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leave()
+        if not isinstance(self.world.watch.failed, ReplacedError):  # the folder is the other's now
+            self._history.save()
         self.talk.detach()
         self.world.leave()
 
@@ -136,6 +141,8 @@ class Run:
 
     def _finished(self) -> bool:
         """Whether the loop is over. The last step is committed whatever the schedule, and the end is noted."""
+        if self._is_leaving() and not (self.stopped or self._ended):
+            self._depart()
         while not self.stopped and not self._ended and self.talk.step >= self._total:
             try:
                 if self._history.newest.step < self.talk.step:
@@ -154,7 +161,7 @@ class Run:
         if error is not None:
             return self._survives(error)
         try:
-            if self._agreed():
+            if self._agreed.after_step():
                 self._rounds += 1
                 if self._rounds % self._every == 0 and self.talk.step < self._total and self._commit():
                     self._recover()
@@ -162,16 +169,6 @@ class Run:
             if not self._survives(lost):
                 raise
         return False
-
-    def _agreed(self) -> bool:
-        """Whether workers have agreed on something that has taken effect by now. The same on all."""
-        talk, plan = self.talk, self.talk.plan
-        turns = plan.at(talk.step, talk._pace)
-        self._talked |= talk._pace.since == talk.step or any(plan.is_outermost(turn) for turn in turns)
-        if not self._talked or talk._rounds.waiting:
-            return False
-        self._talked = False
-        return True
 
     def _commit(self) -> bool:
         """Keep this step, and hear that all others have: then it is committed.
@@ -192,14 +189,10 @@ class Run:
             )
         self._history.settle(self._save_every)
         self.stopped = bool(rows[:, 1].any())
-        if self.stopped:
-            self._history.save()
         return not self.stopped and bool(rows[:, 2:].any())
 
     def _survives(self, error: BaseException) -> bool:
         """After the loss of a worker, go on with the others, and say so. Other errors are the caller's."""
-        if isinstance(error, ElasticError):
-            self._history.save()
         broken = self.talk._levels.world.broken
         if not isinstance(error, LostWorkerError) and (broken is None or error is not broken):
             return False
@@ -209,19 +202,14 @@ class Run:
 
     def _recover(self) -> None:
         """Meet, form the next generation, and go on from the newest round that all hold."""
-        try:
-            for _ in range(ATTEMPTS):
-                self._leave()
-                members = self.world.meetings.meet(self._seat(), self._is_over)
-                if members is None:
-                    self._follow_to_the_end()
-                    return
-                if self._forms(members):
-                    return
-        except ElasticError:
+        for _ in range(ATTEMPTS):
             self._leave()
-            self._history.save()
-            raise
+            members = self.world.meetings.meet(self._seat(), self._is_over)
+            if members is None:
+                self._depart() if self._leaving else self._follow_to_the_end()
+                return
+            if self._forms(members):
+                return
         raise ElasticError(f"no group could be formed in {ATTEMPTS} meetings. Is the network between workers open?")
 
     def _leave(self) -> None:
@@ -235,9 +223,21 @@ class Run:
 
     def _seat(self) -> Seat:
         steps = tuple(snapshot.step for snapshot in self._history.snapshots)
-        return Seat(self.world.id, self.world.tag, self._history.generation, steps)
+        return Seat(self.world.id, self.world.tag, self._history.generation, steps, self._history.in_memory)
+
+    def _depart(self) -> None:
+        """End the loop of this worker alone, with the last round that it holds."""
+        self._leave()
+        self._history.back()
+        self.stopped = True
+
+    def _is_leaving(self) -> bool:
+        self._leaving |= self.world.orphaned
+        return self._leaving
 
     def _is_over(self) -> bool:
+        if self._is_leaving():
+            return True
         ended = self.world.ended()
         return ended is not None and ended[1] >= self._total
 
@@ -277,7 +277,7 @@ class Run:
             lengthen(self.talk._levels.world.group, world.timeout_s)
             self._adopt(members, group, call_off)
         gather(group, [members.generation], call_off)
-        world.meetings.confirmed(members.generation)
+        world.meetings.confirmed(members)
         world.watch.look_for_seats(members.attempt + 1)
         patience = self.talk._levels.world.patience
         world.watch.on_silence = None if patience is None else patience.give_up
@@ -285,19 +285,9 @@ class Run:
 
     def _adopt(self, members: Members, group: dist.ProcessGroup, call_off: CallOff) -> None:
         """Go to the round that the members go on from: back, or to that of another."""
-        receivers = [worker for worker in range(self.workers) if members.receives(worker)]
-        snapshot = None
-        if self.worker not in receivers:
-            snapshot = self._history.at(members.base)
-        if receivers and self.worker in (members.source, *receivers):
-            among = sorted([members.source, *receivers])
-            broadcast = broadcaster(subgroup(group, among, self.world.timeout_s), among.index(members.source), call_off)
-            if snapshot is not None:
-                send(snapshot.parts, broadcast)
-            else:
-                snapshot = Snapshot(members.base, receive(broadcast))
-        assert snapshot is not None
-        self._history.adopt(snapshot, members.generation)
+        snapshot = hand_over(members, self.worker, self._history, group, self.world.timeout_s, call_off)
+        self._history.adopt(snapshot, members.generation, save=self._save_every is not None)
         for p in self._model.parameters():
             p.grad = None
-        self._rounds, self._talked = 0, False  # counted alike by those who were there and those who come
+        self._rounds = 0  # counted alike by those who were there and those who come
+        self._agreed.forget()

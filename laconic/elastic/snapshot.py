@@ -77,7 +77,7 @@ def _copied(nest: Any) -> Any:
 def send(parts: dict[str, Any], broadcast: Broadcast) -> None:
     """Hand a snapshot's parts to those who `receive`."""
     tensors: dict[str, Tensor] = {}
-    tree = encode(_without_residuals(parts), tensors)
+    tree = encode(without_residuals(parts), tensors)
     letters = [bits(t) for t in tensors.values()]
     facts = [
         [name, NAMES[t.dtype], list(t.shape)] if t.dtype in NAMES else [name, "U8", [letter.numel()]]
@@ -119,7 +119,8 @@ def _digest(letters: list[Tensor]) -> Tensor:
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
 
-def _without_residuals(nest: Any) -> Any:
+def without_residuals(nest: Any) -> Any:
+    """Leave out what error feedback owes."""
     if not isinstance(nest, Mapping):
         return nest
-    return {key: _without_residuals(value) for key, value in nest.items() if key != RESIDUAL}
+    return {key: without_residuals(value) for key, value in nest.items() if key != RESIDUAL}

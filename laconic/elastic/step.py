@@ -1,18 +1,33 @@
-"""One step of an elastic loop."""
+"""One step of an elastic loop, and whether workers have agreed in it."""
 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from laconic.elastic.run import Run
+from laconic.attach import Talk
+
+
+class Loop(Protocol):
+    """What a step belongs to."""
+
+    @property
+    def worker(self) -> int:
+        """The index of this worker among those of now."""
+        ...
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are now."""
+        ...
+
+    def _end_step(self, error: BaseException | None) -> bool: ...
 
 
 class Step:
     """One step of the loop; `number` counts from 1. A context manager: what its body lost by a fault is taken back."""
 
-    def __init__(self, run: Run, number: int) -> None:
+    def __init__(self, run: Loop, number: int) -> None:
         self._run = run
         self.number = number
         self.worker = run.worker
@@ -28,3 +43,25 @@ class Step:
 
     def __repr__(self) -> str:
         return f"<Step {self.number}, worker {self.worker} of {self.workers}>"
+
+
+class Agreed:
+    """Tells after each step whether workers have agreed on something that has taken effect by now. The same on all."""
+
+    def __init__(self, talk: Talk) -> None:
+        self._talk = talk
+        self._talked = False
+
+    def forget(self) -> None:
+        """Begin anew, from a round that all share."""
+        self._talked = False
+
+    def after_step(self) -> bool:
+        """Whether the step that has just ended leaves all workers with a round to share."""
+        talk, plan = self._talk, self._talk.plan
+        turns = plan.at(talk.step, talk._pace)
+        self._talked |= talk._pace.since == talk.step or any(plan.is_outermost(turn) for turn in turns)
+        if not self._talked or talk._rounds.waiting:
+            return False
+        self._talked = False
+        return True

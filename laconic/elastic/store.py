@@ -16,11 +16,13 @@ from concurrent.futures import TimeoutError as Late
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, TCPStore
 
 from laconic.elastic.errors import StoreLostError
 
 POLL_S = 0.01
+LONGEST_S = 10.0
+"""How long a key is waited for that others write while they form a group."""
 _Call = tuple["Future[Any]", str, tuple[Any, ...]]
 
 
@@ -31,6 +33,7 @@ class BoundedStore(Store):
         super().__init__()
         self._limit_s = limit_s
         self._wait_s = 60.0
+        self._where = f", {inner.host}:{inner.port}," if isinstance(inner, TCPStore) else ""
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self.lost: StoreLostError | None = None
         self.call_off: Callable[[], None] | None = None
@@ -55,9 +58,9 @@ class BoundedStore(Store):
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
         self.lost = StoreLostError(
-            f"the store through which workers find each other is gone: {why}.\n  Without it nobody can tell who is "
-            "still there, so training stops. Start the store's host again, then the workers: with a folder, they go "
-            "on from the last committed round."
+            f"the store through which workers find each other{self._where} is gone, or cut off from here: {why}.\n"
+            "  Without it nobody can tell who is still there, so training stops. Start the store's host again if it is "
+            "down, then the workers: with a folder, they go on from the last committed round."
         )
         raise self.lost
 
@@ -118,6 +121,8 @@ class BoundedStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys have been written, or the wait is called off."""
         limit_s = self._wait_s if timeout is None else timeout.total_seconds()
+        if self.call_off is not None:  # that says it sooner than gloo's timeout would, which is for one connection
+            limit_s = max(limit_s, LONGEST_S)
         until = time.monotonic() + limit_s
         while not self.check(keys):
             if self.call_off is not None:

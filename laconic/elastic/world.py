@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import time
 import uuid
 from collections.abc import Callable
@@ -32,7 +33,7 @@ def serve(port: int = 0, host: str = "0.0.0.0") -> TCPStore:
 def join(
     store: str | Store,
     *,
-    run: str = "run",
+    run: str | None = None,
     id: str | int | None = None,
     least: int = 1,
     expect: int | None = None,
@@ -41,10 +42,11 @@ def join(
 ) -> World:
     """Take part in a run whose workers may come and go.
 
-    `store` is the "host:port" of a TCP store that outlives the workers (`serve`), or any torch store. `id` is this
-    worker's name in the run, a number or a word, and stays its own when it is started again; by default the launcher's
-    RANK. No round is committed by fewer than `least` workers; more than half of all keeps two halves of a network from
-    going on apart. The run begins when `expect` workers are there, by default `least`.
+    `store` is the "host:port" of a TCP store that outlives the workers (`serve`, or torchrun's --rdzv-endpoint), or any
+    torch store. `run` tells runs in one store apart; by default it is torchrun's --rdzv-id. `id` is this worker's name
+    in the run, a number or a word; by default the launcher's RANK, and under torchrun, which deals RANKs anew, machine,
+    agent and LOCAL_RANK. No round is committed by fewer than `least` workers; more than half of all keeps two halves of
+    a network from going on apart. The run begins when `expect` workers are there, by default `least`.
 
     A worker that shows no sign of life for `silence_s` is gone. `wait_s` is how long workers that are too few wait for
     more, and how long a worker that lives but does not come is waited for.
@@ -54,7 +56,9 @@ def join(
             "join: torch.distributed is initialised already, and an elastic run makes its process group anew whenever "
             "workers come or go. Leave out init_process_group."
         )
-    name = os.environ.get("RANK") if id is None else str(id)
+    agent = os.getppid() if id is None and "TORCHELASTIC_RUN_ID" in os.environ else None
+    name = _name_here(agent) if id is None else str(id)
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "run") if run is None else run
     for word, text in (("id", name), ("run", run)):
         if text is None or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", text):
             raise ValueError(
@@ -70,7 +74,15 @@ def join(
         if not value > 0:
             raise ValueError(f"join({word}={value!r}): {word} must be a number of seconds above 0.")
     assert name is not None
-    return World(_connected(store), run, name, Rules(least, expect, wait_s), silence_s)
+    return World(_connected(store), run, name, Rules(least, expect, wait_s), silence_s, agent)
+
+
+def _name_here(agent: int | None) -> str | None:
+    """Name a worker by who started it."""
+    if agent is None:
+        return os.environ.get("RANK")
+    machine = re.sub(r"[^A-Za-z0-9.]+", "-", socket.gethostname()).strip("-.")[:60]
+    return f"{machine or 'machine'}-{agent}-{os.environ['LOCAL_RANK']}"
 
 
 def _connected(store: str | Store) -> Store:
@@ -89,10 +101,16 @@ def _connected(store: str | Store) -> Store:
 
 
 class World:
-    """One worker's place in a run. `tag` tells this process from earlier ones with the same id."""
+    """One worker's place in a run. `tag` tells this process from earlier ones with the same id.
 
-    def __init__(self, store: Store, run: str, id: str, rules: Rules, silence_s: float) -> None:
+    `agent` is the process that started this one and starts it again, if that is torchrun's.
+    """
+
+    def __init__(
+        self, store: Store, run: str, id: str, rules: Rules, silence_s: float, agent: int | None = None
+    ) -> None:
         self.id = id
+        self._agent = agent
         self.tag = f"{id}#{uuid.uuid4().hex[:8]}"
         self.timeout_s = 1800.0
         """How long torch itself lets a collective take; whoever is lost is found out long before."""
@@ -100,6 +118,11 @@ class World:
         self._prefix = f"laconic/{run}"
         self.watch = Watch(self.store, self._prefix, id, self.tag, silence_s)
         self.meetings = Meetings(self.store, self._prefix, self.watch, rules)
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the agent that started this worker is gone: when it is back, it will start another in its place."""
+        return self._agent is not None and os.getppid() != self._agent
 
     def prefix_of(self, members: Members) -> str:
         """Name the part of the store that belongs to one attempt to form a group."""

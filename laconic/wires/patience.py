@@ -5,14 +5,20 @@ group, 30 minutes by default; and nobody is told of a worker that merely stands 
 Between two slices a worker looks at a key in the group's store, the alarm, which the first to notice sets. And it gives
 up by itself after a limit taken from the rounds so far. Then all who still answer say so in the store, and the error
 names those who do not. While all goes well the store is not touched.
+
+A TCP store's client waits for ever for a host that is cut off from it. So it is asked by a thread, and whoever asks
+waits for a few seconds at most.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections import deque
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -27,6 +33,8 @@ FIRST_S = 300.0
 TIMES_LONGEST = 10.0
 ANSWER_S = 0.8
 """How long those who noticed wait for each other's word."""
+STORE_S = 10.0
+"""How long the store may take to answer; from then on it counts as gone, unless it answers after all."""
 
 
 class LostWorkerError(RuntimeError):
@@ -57,6 +65,7 @@ class Patience:
         self._limit_s = limit_s
         self._measured: deque[float] = deque(maxlen=100)
         self._store = PrefixStore(f"laconic/{group.group_name}", _default_store())
+        self._asked: Future[Any] | None = None
         self._given_up = False
 
     @property
@@ -77,14 +86,12 @@ class Patience:
         begun = time.monotonic()
         while True:
             try:
-                work.wait(SLICE)
+                if ended(work):
+                    self._measured.append(time.monotonic() - begun)
+                    return
             except RuntimeError as error:
-                if work.is_completed():
-                    self._sound_alarm(what)
-                    raise self._lost(what, f"the connection broke ({_first_line(error)})") from error
-            else:
-                self._measured.append(time.monotonic() - begun)
-                return
+                self._sound_alarm(what)
+                raise self._lost(what, f"the connection broke ({_first_line(error)})") from error
             waited = time.monotonic() - begun
             if self._given_up:
                 raise LostWorkerError(f"{what} was abandoned.", [])
@@ -96,21 +103,21 @@ class Patience:
 
     def _alarm(self) -> str | None:
         with contextlib.suppress(RuntimeError):  # a store that is gone: then the limit decides
-            if self._store.check(["alarm"]):
-                said = json.loads(self._store.get("alarm"))
+            if self._ask("check", ["alarm"]):
+                said = json.loads(self._ask("get", "alarm"))
                 return f"worker {said['worker']} gave the alarm in {said['what']}"
         return None
 
     def _sound_alarm(self, what: str) -> None:
         with contextlib.suppress(RuntimeError):
-            self._store.set("alarm", json.dumps({"worker": self._me, "what": what}))
+            self._ask("set", "alarm", json.dumps({"worker": self._me, "what": what}))
 
     def _lost(self, what: str, why: str) -> LostWorkerError:
         missing = self._missing()
         if missing is None:
             return LostWorkerError(
                 f"{what}: {why}, and the store through which workers find each other does not answer. "
-                "The worker that holds it is gone: start the run again from its last checkpoint.",
+                "The worker that holds it is gone, or cut off from here: start the run again from its last checkpoint.",
                 [],
             )
         who = "all workers answer, but one of them was late" if not missing else _names(missing) + " did not answer"
@@ -123,15 +130,47 @@ class Patience:
     def _missing(self) -> list[int] | None:
         """Say that we are here, wait a little for the others to say so, and list those who have not."""
         try:
-            self._store.set(f"here/{self._me}", "")
+            self._ask("set", f"here/{self._me}", "")
             until = time.monotonic() + ANSWER_S
             while True:
-                missing = [w for w in range(self._workers) if not self._store.check([f"here/{w}"])]
+                missing = [w for w in range(self._workers) if not self._ask("check", [f"here/{w}"])]
                 if not missing or time.monotonic() > until:
                     return missing
                 time.sleep(0.05)
         except RuntimeError:
             return None
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        """Call the store, unless it still owes an answer."""
+        if self._asked is None or self._asked.done():
+            answer = self._asked = Future()
+
+            def call() -> None:
+                try:
+                    answer.set_result(getattr(self._store, name)(*args))
+                except BaseException as error:
+                    answer.set_exception(error)
+
+            threading.Thread(target=call, name="laconic-ask", daemon=True).start()
+            with contextlib.suppress(Late):
+                return answer.result(STORE_S)
+        raise RuntimeError(f"the store has not answered for {STORE_S:g} s.")
+
+
+def ended(work: Work) -> bool:
+    """Wait for a slice of time; tell whether a collective has ended well, and raise if it has not ended well.
+
+    One of torch's that ends just after its slice is asked again: the first error was only that of the slice.
+    """
+    try:
+        work.wait(SLICE)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        if not isinstance(work, dist.Work):  # several letters: each can be waited for once
+            raise
+        work.wait(SLICE)
+    return True
 
 
 def _names(workers: list[int]) -> str:

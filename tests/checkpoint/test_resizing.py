@@ -145,3 +145,59 @@ def test_training_goes_on_in_a_world_of_another_size(tmp_path):
     assert run_workers(train, workers=3, args=(folder, 0)) == [3.0] * 3
     assert run_workers(train, workers=2, args=(folder, 3)) == [6.0] * 2
     assert [generation.workers for generation in checkpoint.verify(tmp_path)] == [3, 2]
+
+
+Owed = dict[str, Tensor]
+
+
+def owed_by(talk: laconic.Talk) -> Owed:
+    """What this worker's error feedback still owes, of each parameter."""
+    found: Owed = talk.state_dict()["state"]["gradient"]["codec"]["residual"]
+    return {name: residual.double() for name, residual in found.items()}
+
+
+def learn(worker: int, folder: str, workers_before: int) -> tuple[list[float], Owed, Owed]:
+    """Learn a fixed map, from what another world saved if there was one: losses, what was owed at first and at last."""
+    torch.manual_seed(0)
+    target = torch.randn(24, 12)
+    model = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 12))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    talk = laconic.attach(laconic.power_sgd(rank=1), model, optimizer)
+    if workers_before:
+        old = [checkpoint.load(folder, worker=w) for w in range(workers_before)]
+        model.load_state_dict(old[0].state["model"])
+        optimizer.load_state_dict(old[0].state["optimizer"])
+        talk.load_state_dict(checkpoint.resize([each.state["talk"] for each in old], talk.workers)[worker])
+    at_first = owed_by(talk) if workers_before else {}
+    held_out = torch.randn(256, 24, generator=torch.Generator().manual_seed(1))
+
+    def loss(x: Tensor) -> Tensor:
+        return nn.functional.mse_loss(model(x), torch.tanh(x @ target / 5))
+
+    losses = [loss(held_out).item()]
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss(torch.randn(16, 24, generator=torch.Generator().manual_seed(100 * talk.step + worker))).backward()
+        optimizer.step()
+    losses.append(loss(held_out).item())
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "talk": talk.state_dict()}
+    checkpoint.save(folder, state, step=talk.step)
+    return losses, at_first, owed_by(talk)
+
+
+def test_from_4_to_3_to_5_workers_nothing_owed_is_lost_and_the_loss_goes_on_falling(tmp_path):
+    before, last, saved = 0, float("inf"), list[Owed]()
+    for workers in (4, 3, 5):
+        results = run_workers(learn, workers, (str(tmp_path), before))
+        assert all(losses == results[0][0] for losses, _, _ in results), "all hold the same weights"
+        (first, final), _, _ = results[0]
+        assert final < 0.8 * first, "it goes on learning"
+        if before:
+            assert first == last, "from where the other world was"
+        for name in saved[0] if saved else ():
+            loaded = torch.stack([at_first[name] for _, at_first, _ in results]).sum(0)
+            owed = torch.stack([each[name] for each in saved])
+            assert owed.sum(0).norm() > 0 and not torch.equal(owed[0], owed[1]), "each owes something of its own"
+            assert (loaded - owed.sum(0)).norm() <= 1e-6 * owed.norm()
+        before, last, saved = workers, final, [at_last for _, _, at_last in results]
+    assert [(each.step, each.workers) for each in checkpoint.verify(tmp_path)] == [(60, 4), (120, 3), (180, 5)]

@@ -171,6 +171,19 @@ def test_parameters_unused_on_some_workers(text, wrapped):
     assert all(untouched for _, untouched in results), "a parameter that nobody used was moved"
 
 
+@pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
+def test_a_missing_gradient_counts_as_zero(wrapped):
+    ours, _ = run_workers(_unused, 3, ("ddp()", wrapped))[0]
+    alone = Branches()
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01, weight_decay=0.5)
+    for step in range(12):
+        pairs = [(batch(worker, step), (step // 2 + worker) % 3 == 0) for worker in range(3)]
+        torch.stack([F.cross_entropy(alone(x, left), y) for (x, y), left in pairs]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(ours, weights(alone), rtol=1e-4, atol=1e-5)
+
+
 def _two_optimizers(worker: int, text: str, wrapped: bool) -> tuple[Tensor, int]:
     module = mlp()
     model = DDP(module) if wrapped else module

@@ -16,6 +16,7 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import elastic
+from tests.namespaces import move_to
 from tests.workers import _context
 
 SIDE = 8
@@ -51,6 +53,10 @@ class Job:
     save_every: int | None = None
     stop_at: int | None = None
     momentum: float = 0.5
+    host: str | None = None
+    """The network namespace that this worker is in."""
+    store: tuple[str | None, str] = (None, "127.0.0.1")
+    """The network namespace and the address of the store."""
 
     @property
     def end(self) -> Path:
@@ -82,13 +88,17 @@ def optimizer_of(model: nn.Module, momentum: float) -> torch.optim.Optimizer:
 
 
 def replay(rounds: list[tuple[int, int, list[str]]], momentum: float = 0.5) -> Tensor:
-    """Compute, without faults and in this process, what gradients averaged at every step lead to."""
+    """Compute, without faults and in this process, what the committed rounds lead to.
+
+    A round of one step averages gradients. One of several averages weights, after steps without momentum.
+    """
     model = Line(1.0)
     optimizer = optimizer_of(model, momentum)
     for since, step, workers in rounds:
-        assert step == since + 1
+        assert step == since + 1 or momentum == 0
         n = len(workers)
-        mean = torch.stack([gradient(step, worker, n) for worker in range(n)]).sum(0) / n
+        due = [gradient(number, worker, n) for number in range(since + 1, step + 1) for worker in range(n)]
+        mean = torch.stack(due).sum(0) / n
         model.w.grad, model.b.grad = mean[: SIDE * SIDE].view(SIDE, SIDE), mean[SIDE * SIDE :]
         optimizer.step()
     return model.flat().detach()
@@ -99,6 +109,8 @@ def work(job: Job) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if job.host is not None:
+        move_to(job.host)
     os.environ["TMPDIR"], tempfile.tempdir = job.logs + "/tmp", None
     path = Path(job.logs) / f"{job.id}-{os.getpid()}.jsonl"
     logging.basicConfig(filename=path.with_suffix(".log"), level=logging.INFO, format="%(asctime)s %(message)s")
@@ -117,7 +129,7 @@ def work(job: Job) -> None:
 
 def train(job: Job, say: Any) -> None:
     world = elastic.join(
-        f"127.0.0.1:{job.port}",
+        f"{job.store[1]}:{job.port}",
         id=job.id,
         least=job.least,
         expect=job.expect,
@@ -145,8 +157,7 @@ def train(job: Job, say: Any) -> None:
     ) as run:
         for step in run.steps(job.total):
             with step:
-                if job.faults:
-                    say(tried=[run._history.generation, step.number])
+                say(tried=[run._history.generation, step.number])
                 die(step.number, phase=0)
                 if step.number == job.stop_at or job.end.exists():
                     run.stop()
@@ -157,12 +168,34 @@ def train(job: Job, say: Any) -> None:
         say(final=model.flat().tolist(), step=talk.step, members=list(run.members), stopped=run.stopped)
 
 
-def hold_store(pipe: Any) -> None:
+def hold_store(pipe: Any, host: str | None, address: str) -> None:
     """Host the store, in a process that can be killed."""
-    store = elastic.serve(0, "127.0.0.1")
+    if host is not None:
+        move_to(host)
+    store = elastic.serve(0, address)
     pipe.send(store.port)
     while True:
         signal.pause()
+
+
+def held() -> tuple[set[str], set[str]]:
+    """List the processes that tests have started and that are there, and on which sockets they or this one listen."""
+    server = str(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
+    started, sockets, listening = set(), set(), set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # one that has just ended
+            if stat.read_text().rpartition(")")[2].split()[1] == server:
+                started.add(stat.parent.name)
+    for process in (str(os.getpid()), server, *started):
+        for link in Path(f"/proc/{process}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink(link))
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = row.split()
+            if fields[3] == "0A":
+                listening.add(f"socket:[{fields[9]}]")
+    return started, sockets & listening
 
 
 @dataclass
@@ -176,7 +209,7 @@ class Crowd:
 
     def __enter__(self) -> Crowd:
         here, there = _context.Pipe(duplex=False)
-        self.host = _context.Process(target=hold_store, args=(there,))
+        self.host = _context.Process(target=hold_store, args=(there, *self.job.store))
         self.host.start()
         there.close()
         assert here.poll(60), "the store's host did not come up"
@@ -247,12 +280,22 @@ class Crowd:
         return max((step for step, _ in self._last_commits()), default=0)
 
     def members(self) -> list[str]:
-        """Tell who took part in the newest committed round."""
+        """Tell who took part in the newest committed round. The first of them hands its state to those who join."""
         return max(self._last_commits(), default=(0, []))[1]
 
-    def _last_commits(self) -> list[tuple[int, list[str]]]:
+    def holders(self) -> list[str]:
+        """List the workers that run, and whose process of now has the newest committed round in its memory."""
+        newest = self.newest()
+        awake = [id for id, process in self.running.items() if process.exitcode is None and id not in self.stopped]
+        return [
+            id
+            for id in awake
+            if any(step >= newest - 1 for step, _ in self._last_commits(f"{id}-{self.running[id].pid}"))
+        ]
+
+    def _last_commits(self, whose: str = "*") -> list[tuple[int, list[str]]]:
         found = []
-        for path in Path(self.job.logs).glob("*.jsonl"):
+        for path in Path(self.job.logs).glob(f"{whose}.jsonl"):
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - 2000))
                 for line in file.read().splitlines():

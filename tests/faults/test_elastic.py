@@ -85,6 +85,22 @@ def test_late_and_returning_workers_are_let_in_after_a_round(tmp_path):
         assert crowd.commits()[0][2] == ["0", "2"]
 
 
+def test_a_worker_that_is_back_at_once_does_not_take_the_others_back_to_what_its_disk_has(tmp_path):
+    # It comes to the very meeting in which the others find it missing, with an older round of the same generation.
+    given = {"folder": str(tmp_path / "saved"), "save_every": 7, "patience_s": 1.5, "silence_s": 2.0}
+    with Crowd(job(tmp_path, total=10**6, **given)) as crowd:
+        crowd.start(*FOUR)
+        for victim in ("1", "0", "3"):
+            crowd.wait_for_step(crowd.newest() + 20)
+            crowd.wait_for_members(*FOUR)
+            crowd.send(victim, signal.SIGKILL)
+            crowd.start(victim)
+        crowd.wait_for_step(crowd.newest() + 20)
+        crowd.wait_for_members(*FOUR)
+        crowd.end()
+        check_against_replay(crowd, FOUR)
+
+
 @pytest.mark.parametrize("fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
 def test_all_stop_when_the_host_of_the_store_is_gone(tmp_path, fault):
     folder = tmp_path / "saved"

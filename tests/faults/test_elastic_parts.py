@@ -12,9 +12,10 @@ from torch._C._distributed_c10d import HashStore
 
 import laconic
 from laconic import elastic
-from laconic.elastic.members import Members, Seat
+from laconic.elastic.members import Meetings, Members, Rules, Seat
 from laconic.elastic.snapshot import Snapshot, receive, send
 from laconic.elastic.store import BoundedStore
+from laconic.elastic.watch import Watch
 
 
 def members(*held):
@@ -29,9 +30,38 @@ def test_members_go_on_from_the_newest_round_that_all_insiders_hold():
     assert Members.from_text(found.to_text()) == found
 
 
+def test_what_was_read_from_a_disk_counts_less_than_what_is_in_memory():
+    there, back = Seat("0", "0#x", 7, (20, 21)), Seat("1", "1#y", 7, (14, 20), in_memory=False)
+    found = Members(5, 9, (back, there))
+    assert found.base == 21 and found.source == 1 and found.receives(0)
+
+
+def test_of_disks_without_a_common_round_the_newest_counts():
+    seats = tuple(Seat(str(i), f"{i}#x", 7, steps, in_memory=False) for i, steps in enumerate([(7,), (14, 21), (14,)]))
+    found = Members(5, 9, seats)
+    assert found.base == 21 and found.source == 1
+    assert [found.receives(worker) for worker in range(3)] == [True, False, True]
+
+
 def test_at_the_very_start_all_take_over_the_state_of_the_first():
     found = members((0, 0), (0, 0), (0, 0))
     assert found.base == 0 and [found.receives(worker) for worker in range(3)] == [False, True, True]
+
+
+def test_what_is_on_disks_does_not_go_on_while_one_lives_who_holds_more():
+    store = BoundedStore(HashStore())
+    watch = Watch(store, "run", "1", "1#b", silence_s=30.0)
+    try:
+        store.add("run/beat/0#a", 1)
+        meetings = Meetings(store, "run", watch, Rules(least=1, expect=1, wait_s=0.2))
+        meetings.confirmed(Members(4, 7, (Seat("0", "0#a", 6, (20,)), Seat("1", "1#a", 6, (20,)))))
+        with pytest.raises(elastic.QuorumError, match=r"generation 7, and worker '0'.* may have committed more"):
+            meetings.meet(Seat("1", "1#b", 7, (20,), in_memory=False), over=lambda: False)
+        there = meetings.meet(Seat("1", "1#b", 7, (20, 21)), over=lambda: False)
+        assert there is not None and there.base == 21, "who has it in memory need not wait"
+    finally:
+        watch.close()
+        store.close()
 
 
 def test_numbers_come_before_words_and_in_their_order():

@@ -19,7 +19,7 @@ from tests.faults.survivors import die, run_survivors, stand_still
 
 LOST, AT = 2, 8
 SOONER = [
-    ("ddp()", "dies", True),
+    ("ddp()", "dies in it", True),
     ("ddp()", "stands still", False),
     ("power_sgd(rank=2)", "stands still", True),
     ("post_local_sgd(period=4)", "dies", False),
@@ -53,11 +53,12 @@ def _until_lost(
 
 
 def _die_in_the_round() -> None:
-    """Die when the weights' own collective is due: the header has gone through, and the others are in its midst."""
+    """Die when the large collective is due, and a little later: the header has gone through, the others are in it."""
     answer = Conductor.answer
 
     def last_words(self: Conductor, request: Request) -> Any:
         if request.x.numel() > 100:
+            time.sleep(0.5)
             die()
         return answer(self, request)
 
@@ -69,7 +70,7 @@ def _die_in_the_round() -> None:
     [
         pytest.param(text, how, wrapped, marks=[pytest.mark.nightly] * ((text, how, wrapped) not in SOONER))
         for text in ("ddp()", "power_sgd(rank=2)", "post_local_sgd(period=4)")
-        for how in ("dies", "stands still")
+        for how in ("dies", "dies in it", "stands still")
         for wrapped in (True, False)
     ],
 )
@@ -84,11 +85,14 @@ def test_survivors_are_told_who_is_missing(text, how, wrapped):
 
 
 @pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.parametrize("how", ["dies in it", pytest.param("dies", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "text", ["post_local_sgd(period=4)", "diloco(period=4)", "diloco(period=4, codec=Cast('bf16'))"]
 )
-def test_an_atomic_round_leaves_the_weights_as_they_were_before_it(text, workers):
-    results = run_survivors(_until_lost, workers, LOST, (text, False, "dies", {"commit": "atomic"}))
+def test_an_atomic_round_leaves_the_weights_as_they_were_before_it(text, how, workers):
+    results = run_survivors(_until_lost, workers, LOST, (text, False, how, {"commit": "atomic"}))
+    heads = [said.partition(":")[0] for said, *_ in results.values()]
+    assert all(f"step {AT}, control" in head for head in heads) == (how == "dies"), heads  # the header, or after it
     for _, missing, _, before, after in results.values():
         assert missing == [LOST]
         assert torch.equal(before, after)
