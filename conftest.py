@@ -8,6 +8,7 @@ torch.set_num_threads(1)
 
 collect_ignore_glob = []
 if importlib.util.find_spec("triton") is None:  # only these files need it
-    collect_ignore_glob += ["laconic/kernels/triton_*.py", "laconic/kernels/fused.py", "laconic/kernels/collect.py"]
+    needs = ("triton_*", "fused", "group", "collect", "orthonormal")
+    collect_ignore_glob += [f"laconic/kernels/{name}.py" for name in needs]
 if importlib.util.find_spec("torchft") is None:
     collect_ignore_glob += ["laconic/integrations/torchft.py"]

@@ -15,6 +15,7 @@ the caller's thread, on the caller's group.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import queue
 import threading
@@ -367,21 +368,46 @@ _TAG = 0x6C61636F
 """What our letters are marked with, so that a user's own on the same group are not taken for them."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Works:
-    """Several works that are waited for as one."""
+    """Several works that are waited for as one.
+
+    A letter cannot be waited for in slices: gloo cuts the connection when time is up. So a thread waits for all of it.
+    """
 
     works: Sequence[Any]
     limit_s: float | None
+    _end: concurrent.futures.Future[None] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait for all. A letter cannot be waited for in slices: gloo cuts the connection when time is up."""
-        for work in self.works:
-            work.wait() if self.limit_s is None else work.wait(timedelta(seconds=self.limit_s))
+        """Wait for all, or for so long."""
+        if timeout is None:
+            self._wait_for_all()
+            return
+        if self._end is None:
+            self._end = concurrent.futures.Future()
+            threading.Thread(target=self._wait_aside, args=(self._end,), daemon=True).start()
+        try:
+            self._end.result(timeout.total_seconds())
+        except TimeoutError:
+            raise RuntimeError("the letters are still on their way") from None
 
     def is_completed(self) -> bool:
-        """Say yes: `wait` comes back when all have ended, or fails for good."""
-        return True
+        """Whether all have ended, well or not."""
+        return self._end is not None and self._end.done()
+
+    def _wait_aside(self, end: concurrent.futures.Future[None]) -> None:
+        try:
+            self._wait_for_all()
+        except RuntimeError as error:
+            end.set_exception(error)
+        else:
+            end.set_result(None)
+
+    def _wait_for_all(self) -> None:
+        for work in self.works:
+            # A little longer than anyone is waiting: whoever gave up has done so by then.
+            work.wait() if self.limit_s is None else work.wait(timedelta(seconds=self.limit_s + 5))
 
 
 def _mean(rows: Sequence[Tensor]) -> Tensor:

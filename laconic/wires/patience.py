@@ -160,15 +160,13 @@ class Patience:
 def ended(work: Work) -> bool:
     """Wait for a slice of time; tell whether a collective has ended well, and raise if it has not ended well.
 
-    One of torch's that ends just after its slice is asked again: the first error was only that of the slice.
+    One that ends just after its slice is asked again: the first error was only that of the slice.
     """
     try:
         work.wait(SLICE)
     except RuntimeError:
         if not work.is_completed():
             return False
-        if not isinstance(work, dist.Work):  # several letters: each can be waited for once
-            raise
         work.wait(SLICE)
     return True
 

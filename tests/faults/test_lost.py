@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -96,3 +97,41 @@ def test_an_atomic_round_leaves_the_weights_as_they_were_before_it(text, how, wo
     for _, missing, _, before, after in results.values():
         assert missing == [LOST]
         assert torch.equal(before, after)
+
+
+def _called_off(worker: int) -> tuple[str, float]:
+    module = mlp(width=600)  # large enough for letters from worker to worker
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    talk = laconic.attach(laconic.post_local_sgd(period=2), module, optimizer, patience_s=50)
+    for step in range(1, 5):
+        x, y = batch(worker, step, width=600)
+        F.cross_entropy(module(x), y).backward()
+        if step == 4:
+            if worker == LOST:
+                _stand_still_in_the_round()
+            patience = talk._levels.world.patience
+            assert patience is not None
+            threading.Timer(2, patience.give_up).start()
+        begun = time.monotonic()
+        try:
+            optimizer.step()
+        except laconic.LostWorkerError as error:
+            return str(error), time.monotonic() - begun
+    raise AssertionError("nobody was lost")
+
+
+def _stand_still_in_the_round() -> None:
+    answer = Conductor.answer
+
+    def last_words(self: Conductor, request: Request) -> Any:
+        if request.x.numel() > 100:
+            stand_still()
+        return answer(self, request)
+
+    Conductor.answer = last_words  # type: ignore[method-assign]
+
+
+def test_a_wait_for_letters_can_be_called_off():
+    for said, seconds in run_survivors(_called_off, 3, LOST).values():
+        assert "weights among 3 workers" in said and "was abandoned" in said
+        assert seconds < 25, "half of its patience"
