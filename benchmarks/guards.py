@@ -3,9 +3,10 @@
     python benchmarks/guards.py [--workers 4] [--plans "ddp()" "post_local_sgd(period=16)"]
     python benchmarks/guards.py --parts       # one process: what a step takes, and each check of it
 
-In one run and one set of processes, blocks of steps with and without checks take turns, so that drift cancels. With:
-headers, digests of the weights, finite gradients and weights, stopping by signal, waits in slices. Without: none of it
-but the waits. The cost is the median over pairs of blocks.
+Three copies of the training in one set of processes, one with and two without, take turns step by step, so that
+whatever else the machine does meets all. With: headers, digests of the weights, finite gradients and weights, stopping
+by signal, waits in slices. Without: none of it but the waits. The cost is the ratio of the medians, of steps or, for
+local methods, of stretches of 16; beside it that of the two without, which is how much of it means nothing.
 """
 
 from __future__ import annotations
@@ -33,26 +34,38 @@ from laconic.lab.settings import Settings
 from laconic.lab.tasks import loss_of, make_task
 from laconic.wires.wire import all_finite
 
-BLOCK, PAIRS = 32, 12
+WARM_UP, STEPS = 8, 320
 
 
-def seconds_a_step(plan: str, checked: bool, worker: int, workers: int) -> float:
-    task = make_task(Settings(plan=plan, workers=workers))
-    model = DDP(task.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = {} if checked else {"nonfinite": "ignore", "verify_every": 0}
-    with laconic.attach(laconic.plan(plan), model, optimizer, **options) as talk:  # type: ignore[arg-type]
+class Training:
+    """The lab's GPT under a plan, with all checks or none."""
+
+    def __init__(self, plan: str, checked: bool, worker: int, workers: int) -> None:
+        self.task = make_task(Settings(plan=plan, workers=workers))
+        self.model = DDP(self.task.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        options = {} if checked else {"nonfinite": "ignore", "verify_every": 0}
+        self.talk = laconic.attach(laconic.plan(plan), self.model, self.optimizer, **options)  # type: ignore[arg-type]
         if checked:
-            talk.stop_on(signal.SIGTERM)
-        begun = 0.0
-        for step in range(1, BLOCK + 5):
-            if step == 5:  # DDP has laid out its buckets
-                dist.barrier()
-                begun = time.perf_counter()
-            loss_of(model, task.draw(worker, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return (time.perf_counter() - begun) / BLOCK
+            self.talk.stop_on(signal.SIGTERM)
+        self.worker = worker
+        self.seconds: list[float] = []
+
+    def step(self, number: int) -> None:
+        batch = self.task.draw(self.worker, number)
+        dist.barrier()
+        begun = time.perf_counter()
+        loss_of(self.model, batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seconds.append(time.perf_counter() - begun)
+
+
+def usual(training: Training) -> float:
+    """The median of a stretch in which there is one round."""
+    length = 16 if training.talk.plan.local else 1
+    sums = [sum(training.seconds[i : i + length]) for i in range(0, STEPS, length)]
+    return statistics.median(sums) / length
 
 
 def run(worker: int, options: argparse.Namespace, port: int) -> None:
@@ -62,18 +75,18 @@ def run(worker: int, options: argparse.Namespace, port: int) -> None:
     if worker == 0:
         print(f"torch {torch.__version__}, {os.cpu_count()} cores, {options.workers} workers, the lab's GPT")
     for plan in options.plans:
-        pairs = [
-            (
-                seconds_a_step(plan, False, worker, options.workers),
-                seconds_a_step(plan, True, worker, options.workers),
-            )
-            for _ in range(PAIRS)
-        ]
-        ratios = sorted(with_ / without for without, with_ in pairs)
+        trainings = [Training(plan, checked, worker, options.workers) for checked in (False, True, False)]
+        for number in range(1, WARM_UP + STEPS + 1):
+            first = number % 3
+            for each in (*trainings[first:], *trainings[:first]):
+                each.step(number)
+        for each in trainings:
+            each.talk.detach()
+            del each.seconds[:WARM_UP]
         if worker == 0:
-            plain = 1e3 * statistics.median(without for without, _ in pairs)
-            quartiles = f"{100 * (ratios[PAIRS // 4] - 1):+.1f}% to {100 * (ratios[-PAIRS // 4] - 1):+.1f}%"
-            print(f"{plan:<28} {plain:7.1f} ms a step, {100 * (statistics.median(ratios) - 1):+.2f}% ({quartiles})")
+            without, with_, again = (usual(each) for each in trainings)
+            cost, nothing = 100 * (2 * with_ / (without + again) - 1), 100 * (again / without - 1)
+            print(f"{plan:<28} {1e3 * without:7.1f} ms a step, {cost:+.2f}%; two without: {nothing:+.2f}%", flush=True)
     dist.destroy_process_group()
 
 

@@ -11,7 +11,7 @@ from laconic.buckets import cut, in_buckets, overlapping, pack, same_memory, unp
 from laconic.wires.group import Conductor
 from laconic.wires.wire import Averaged, Exchange, Mean, all_finite
 
-LARGE = 4 << 20
+LARGE = 1 << 20
 """Tensors of this many bytes travel from their own memory; to gather smaller ones costs less than their latency."""
 
 BUCKET = 10 << 20

@@ -84,12 +84,43 @@ def exchange_headers(
     conductor: Conductor, step: int, plan: str, finite: bool, stop: bool, rest: Sequence[int]
 ) -> Headers:
     """Make sure that all workers mean the same round, and hear what they say of themselves."""
+    rows = gathered(conductor, _row(step, plan, finite, stop, rest))
+    return _checked(rows, step, plan, conductor.level)
+
+
+class HeaderBeside:
+    """A header that travels beside gradients: whoever waits for them need not wait for it."""
+
+    def __init__(
+        self, conductor: Conductor, step: int, plan: str, finite: bool, stop: bool, rest: Sequence[int]
+    ) -> None:
+        row = _row(step, plan, finite, stop, rest).to(conductor.device)
+        self._heard: Headers | None = None
+
+        def exchange() -> Exchange:
+            rows = (yield Gather(row)) if conductor.workers > 1 else row[None]
+            self._heard = _checked(rows.cpu(), step, plan, conductor.level)
+            return Averaged({}, dict, lambda: torch.tensor(True))
+
+        self._end = conductor.submit(exchange(), "control", torch.empty(0))
+
+    def heard(self) -> Headers:
+        """Wait for it; the conductor must have been flushed."""
+        self._end.wait()
+        assert self._heard is not None
+        return self._heard
+
+
+def _row(step: int, plan: str, finite: bool, stop: bool, rest: Sequence[int]) -> Tensor:
     mark = int.from_bytes(hashlib.sha256(plan.encode()).digest()[:8], signed=True)
-    rows = gathered(conductor, torch.tensor([step, mark, int(finite), int(stop), *rest], dtype=torch.int64))
+    return torch.tensor([step, mark, int(finite), int(stop), *rest], dtype=torch.int64)
+
+
+def _checked(rows: Tensor, step: int, plan: str, level: str) -> Headers:
     for column, what in ((0, "step"), (1, "plan")):
         said = rows[:, column].tolist()
         if len(set(said)) > 1:
-            raise DesyncError(_out_of_step(said, what, step, plan, conductor.level))
+            raise DesyncError(_out_of_step(said, what, step, plan, level))
     return Headers([bool(flag) for flag in rows[:, 2].tolist()], bool(rows[:, 3].any()), rows[:, 4:])
 
 

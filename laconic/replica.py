@@ -64,8 +64,11 @@ class Replica:
 
     @property
     def no_words(self) -> list[int]:
-        """What a header says of gradients where there are none: headers of all rounds are equally long."""
-        return [0] * -(-len(self.originals) // _BITS)
+        """What a header says where it has nothing to say: of which gradients there are, and of its sender's pace.
+
+        Headers of all rounds are equally long.
+        """
+        return [0] * (-(-len(self.originals) // _BITS) + 1)
 
     def regroup(self, levels: Levels) -> None:
         """Talk to other workers from now on."""
@@ -141,8 +144,9 @@ class Replica:
     def _absent_everywhere(self, conductor: Conductor, opened: Opened) -> list[str]:
         """Names whose gradient is None on every worker: they stay None, so that no optimizer moves them."""
         here = sum(1 << i for i, p in enumerate(self.originals.values()) if p.grad is not None)
-        rows = opened(conductor, [here >> (_BITS * i) & _ALL for i in range(len(self.no_words))])
-        used = sum(reduce(or_, column) << (_BITS * i) for i, column in enumerate(rows.t().tolist()))
+        *words, number = self.no_words
+        rows = opened(conductor, [*(here >> (_BITS * i) & _ALL for i in range(len(words))), number])
+        used = sum(reduce(or_, column) << (_BITS * i) for i, column in enumerate(rows.t().tolist()[:-1]))
         return [name for i, name in enumerate(self.params) if not used >> i & 1]
 
     def state_dict(self) -> dict[str, Any]:

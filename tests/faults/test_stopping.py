@@ -14,12 +14,13 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
-from laconic import checkpoint
+from laconic import checkpoint, stopping
 from tests.cluster.models import batch, mlp, weights
 from tests.workers import run_workers
 
 
 def _train(worker: int, text: str, wrapped: bool, folder: str | None, told: int | None) -> tuple[int, Tensor]:
+    stopping.EVERY_MS = 0  # ask at every step
     module = mlp()
     model: nn.Module = DDP(module) if wrapped else module
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -57,3 +58,46 @@ def test_all_stop_after_the_same_step_and_go_on_from_there(text, stops, wrapped,
     for (step, again), (_, straight) in zip(resumed, whole, strict=True):
         assert step == 30
         assert torch.equal(again, straight)
+
+
+def _seldom(worker: int) -> tuple[int, int]:
+    module = mlp()
+    model = DDP(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    talk = laconic.attach(laconic.ddp(), model, optimizer)
+    talk.stop_on(signal.SIGTERM)
+    while not talk.should_stop and talk.step < 500:
+        if worker == 1 and talk.step == 200:
+            os.kill(os.getpid(), signal.SIGTERM)
+        x, y = batch(worker, talk.step)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    asked = talk.ledger.totals(by="phase")["control"]
+    return talk.step, asked.collectives
+
+
+def test_workers_that_average_gradients_ask_each_other_twice_a_second_and_stop_together():
+    (step, asked), *others = run_workers(_seldom, 3)
+    assert others == [(step, asked)] * 2
+    assert 200 < step <= 201 + stopping.MOST_STEPS
+    assert asked < step / 2, "steps of a few milliseconds"
+
+
+def test_the_pace_of_the_slowest_says_when_to_ask_again(monkeypatch):
+    clock = 0.0
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: clock)
+    stop = stopping.Stop(watched=True)
+    assert stop.is_due(1) and stop.pace_ms(1) == 0
+    stop.has_asked(1, 0)
+    assert stop.is_due(2)
+    clock = 0.1
+    assert stop.pace_ms(2) == 100
+    stop.has_asked(2, 120)
+    assert [step for step in range(3, 8) if stop.is_due(step)] == [6, 7]  # 4 of 120 ms
+    stop.has_asked(6, 2000)
+    assert stop.is_due(7)
+    stop.has_asked(7, 1)
+    assert not stop.is_due(6 + stopping.MOST_STEPS) and stop.is_due(7 + stopping.MOST_STEPS)
+    stop.begin_anew()
+    assert stop.is_due(1) and not stopping.Stop().is_due(1)
