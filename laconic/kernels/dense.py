@@ -38,18 +38,17 @@ def dense_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor]
     turns: dict[str, int] = state.setdefault("turn", {})
     odd = codec.rounds == "alternating" and turns.get(next(iter(tensors)), 0) % 2 == 1
     known_p, known_q = state.setdefault("p", {}), state.setdefault("q", {})
-    torch._foreach_add_([b.m for b in batches], [b.e for b in batches])  # M, in the place of G
 
     if codec.rounds == "two":
         q = [_stacked(b, known_q, codec, state) for b in batches]
-        p = [orthonormal(x) for x in _cut((yield Mean(_products(batches, q, False))), batches, False)]
+        p = [orthonormal(x) for x in _cut((yield Mean(_products(batches, q, False, add=True))), batches, False)]
         message = _products(batches, p, True)
         own = _cut(message.clone(), batches, True)
         heard = _cut((yield Mean(message)), batches, True)
         basis, odd = p, True
     else:
         basis = [_stacked(b, known_p if odd else known_q, codec, state) for b in batches]
-        message = _products(batches, basis, odd)
+        message = _products(batches, basis, odd, add=True)
         own = _cut(message.clone(), batches, odd)
         heard = _cut((yield Mean(message)), batches, odd)
 
@@ -116,12 +115,14 @@ def _stacked(b: Batch, known: dict[str, Tensor], codec: LowRank, state: State) -
     return orthonormal(torch.stack([known[n] if n in known else codec.start(n, shape, state, b.m) for n in b.names]))
 
 
-def _products(batches: list[Batch], factors: list[Tensor], transposed: bool) -> Tensor:
-    """M Q, or Mᵀ P, of all batches, written straight into one message."""
+def _products(batches: list[Batch], factors: list[Tensor], transposed: bool, add: bool = False) -> Tensor:
+    """M Q, or Mᵀ P, of all batches, straight into one message; with `add`, M is first made in the place of G."""
     side = 2 if transposed else 1
     sizes = [b.m.shape[0] * b.m.shape[side] * b.rank for b in batches]
     message = batches[0].m.new_empty(sum(sizes))
     for b, factor, piece in zip(batches, factors, message.split(sizes), strict=True):
+        if add:
+            b.m.add_(b.e)  # here, so that it is still in the cache for the product
         torch.bmm(b.m.mT if transposed else b.m, factor, out=piece.view(b.m.shape[0], b.m.shape[side], b.rank))
     return message
 
@@ -135,6 +136,7 @@ def _cut(message: Tensor, batches: list[Batch], transposed: bool) -> list[Tensor
 
 def _remember(b: Batch, x: Tensor, known: dict[str, Tensor], even_zero: bool = False) -> None:
     """Keep factors for the next turn; one of zeros, of a matrix without gradient, teaches nothing."""
-    for name, factor, used in zip(b.names, x, (x != 0).flatten(1).any(1).tolist(), strict=True):
-        if used or even_zero or name not in known:
+    worth = [True] * len(b.names) if even_zero else (x != 0).flatten(1).any(1).tolist()
+    for name, factor, used in zip(b.names, x, worth, strict=True):
+        if used or name not in known:
             known[name] = factor.clone()
