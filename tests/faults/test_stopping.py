@@ -86,7 +86,7 @@ def test_workers_that_average_gradients_ask_each_other_twice_a_second_and_stop_t
 
 def test_the_pace_of_the_slowest_says_when_to_ask_again(monkeypatch):
     clock = 0.0
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: clock)
+    monkeypatch.setattr("laconic.stopping.time.monotonic", lambda: clock)
     stop = stopping.Stop(watched=True)
     assert stop.is_due(1) and stop.pace_ms(1) == 0
     stop.has_asked(1, 0)
