@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -112,6 +113,10 @@ def _work(
                 world_size=workers,
                 timeout=datetime.timedelta(seconds=timeout_s),
             )
+            # A job may end at once, and whoever is still connecting then finds the others gone.
+            connected = PrefixStore("tests", dist.distributed_c10d._get_default_store())
+            connected.set(str(worker), "")
+            connected.wait([str(each) for each in range(workers)])
         value = (True, job(worker, *args))
     except BaseException:
         value = (False, traceback.format_exc())
