@@ -337,7 +337,7 @@ class Talk:
             beside, self._beside = self._beside, None
             self._hear(beside.heard())
         elif self._tells and isinstance(self._dispatcher, Sharded):
-            self._hear(exchange_headers(self._replica.conductor, *self._said()))
+            self._hear(exchange_headers(self._replica.conductor, *self._said_of_stopping()))
         if self._pace.since == self.step:  # the first step of a round: its learning rate sets the pace
             self._pace = Pace(self.step, float(self._first_group["lr"]))
         if self._gradient is None:
@@ -355,9 +355,8 @@ class Talk:
 
     def _open(self, conductor: Conductor, rest: Sequence[int]) -> Tensor:
         """Exchange headers before gradients are averaged or used; returns what else the workers said."""
-        stop = self._rounds.stop
-        heard = exchange_headers(conductor, self.step + 1, self.plan.text, True, stop.asked, rest)
-        stop.heard(heard.stop, conductor is self._replica.conductor)
+        heard = exchange_headers(conductor, *self._said(rest))
+        self._rounds.stop.heard(heard.stop, conductor is self._replica.conductor)
         return heard.rest
 
     @property
@@ -366,9 +365,11 @@ class Talk:
         among_all = self._gradient is not None and self._gradient.level is None
         return among_all and self._rounds.stop.is_due(self.step + 1)
 
-    def _said(self) -> tuple[int, str, bool, bool, list[int]]:
-        stop, step = self._rounds.stop, self.step + 1
-        return step, self.plan.text, True, stop.asked, [*self._replica.no_words[:-1], stop.pace_ms(step)]
+    def _said(self, rest: Sequence[int]) -> tuple[int, str, bool, bool, Sequence[int]]:
+        return self.step + 1, self.plan.text, True, self._rounds.stop.asked, rest
+
+    def _said_of_stopping(self) -> tuple[int, str, bool, bool, Sequence[int]]:
+        return self._said([*self._replica.no_words[:-1], self._rounds.stop.pace_ms(self.step + 1)])
 
     def _hear(self, heard: Headers) -> None:
         self._rounds.stop.heard(heard.stop, among_all=True)
@@ -413,5 +414,5 @@ class Talk:
         if turn is None or codec is None:
             return resolved(bucket.buffer())
         if self._tells and self._beside is None:
-            self._beside = HeaderBeside(self._replica.conductor, *self._said())
+            self._beside = HeaderBeside(self._replica.conductor, *self._said_of_stopping())
         return self._replica.average_bucket(codec, turn.level, bucket)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from laconic.buckets import side_by_side
 from laconic.digests import digests, together
+from laconic.majority import names, odd_ones
 from laconic.wires.group import Conductor
 from laconic.wires.wire import Averaged, Exchange, Gather, Mean, all_finite
 
@@ -125,12 +125,11 @@ def _checked(rows: Tensor, step: int, plan: str, level: str) -> Headers:
 
 
 def _out_of_step(said: list[int], what: str, step: int, plan: str, level: str) -> str:
-    usual = Counter(said).most_common(1)[0][0]
-    odd = [worker for worker, each in enumerate(said) if each != usual]
+    usual, odd = odd_ones(said)
     if what == "step":
-        shown = f"{_workers(odd)} at step {', '.join(str(said[w]) for w in odd)} and the others at step {usual}"
+        shown = f"{names(odd)} at step {', '.join(str(said[w]) for w in odd)} and the others at step {usual}"
     else:
-        shown = f"{_workers(odd)} under another plan than the others; this one has {plan}"
+        shown = f"{names(odd)} under another plan than the others; this one has {plan}"
     return (
         f"the workers are out of step ({level}, step {step} here): {shown}. Nothing was averaged.\n"
         "  All workers must load the same checkpoint, count the same steps (talk.skip() for those left out) and change "
@@ -141,7 +140,7 @@ def _out_of_step(said: list[int], what: str, step: int, plan: str, level: str) -
 def mean_of_finite(conductor: Conductor, good: Sequence[bool], what: str, policy: NonFinite) -> float:
     """Decide about a round to which some workers bring NaN or Inf: by how much a mean with zeros must be scaled."""
     bad = [worker for worker, fine in enumerate(good) if not fine]
-    text = f"{what}: {_workers(bad)} brought NaN or Inf ({conductor.level})"
+    text = f"{what}: {names(bad)} brought NaN or Inf ({conductor.level})"
     if policy == "raise" or len(bad) == len(good):
         raise NonFiniteError(f"{text}. Nothing was averaged.", bad)
     logger.warning("%s. The others average without, and give their mean to all.", text)
@@ -195,7 +194,7 @@ class GradientGuard:
         flags = torch.stack([flag for each in seen for flag in each.own])
         rows = gathered(conductor, flags.to(torch.int64)).split([len(each.own) for each in seen], dim=1)
         bad = sorted({worker for row in rows for worker in _culprits(row)})
-        message = f"step {step}: {_workers(bad)} brought NaN or Inf, in {_first_bad(grads)}"
+        message = f"step {step}: {names(bad)} brought NaN or Inf, in {_first_bad(grads)}"
         if self.policy == "raise":
             raise NonFiniteError(f"{message}. No worker has stepped.", bad)
         logger.warning("%s. No worker steps, and no codec remembers it.", message)
@@ -251,7 +250,7 @@ def compare(conductor: Conductor, weights: Mapping[str, Tensor], when: str) -> N
     if found is not None:
         odd, name = found
         raise DivergedError(
-            f"{when}, {_workers(odd)} holds other weights than the rest, first in {name}, where all must be equal.\n"
+            f"{when}, {names(odd)} holds other weights than the rest, first in {name}, where all must be equal.\n"
             "  A bit may have flipped in memory, the hardware may differ between workers (then attach with "
             "verify_every=0), or something else writes to the weights. Go back to a checkpoint, or average them.",
             odd,
@@ -266,9 +265,7 @@ def different(conductor: Conductor, weights: Mapping[str, Tensor]) -> tuple[list
         return None
     table = gathered(conductor, each)
     for index, name in enumerate(weights):
-        column = table[:, index].tolist()
-        usual = Counter(column).most_common(1)[0][0]
-        odd = [worker for worker, said in enumerate(column) if said != usual]
+        _, odd = odd_ones(table[:, index].tolist())
         if odd:
             return odd, name
     return None
@@ -281,7 +278,3 @@ def _finite(tensors: Mapping[str, Tensor]) -> Tensor:
 
 def _first_bad(grads: Iterable[tuple[str, Tensor]]) -> str:
     return next((name for name, grad in grads if not bool(grad.isfinite().all())), "no single parameter")
-
-
-def _workers(some: Sequence[int]) -> str:
-    return f"worker{'s' * (len(some) > 1)} {', '.join(map(str, some))}"

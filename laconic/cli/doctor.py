@@ -18,11 +18,12 @@ from laconic.cli import options
 from laconic.cli.results import check_writable
 from laconic.cli.running import workers_here
 from laconic.doctor.diagnosis import Asked, alone, among_workers, inject
-from laconic.doctor.finding import Finding, has_problem, names
+from laconic.doctor.finding import Finding, has_problem
 from laconic.doctor.visit import Visit
 from laconic.injection import Fault, InjectionError, check_faults, faults
 from laconic.lab.files import versions, write_whole
 from laconic.lab.settings import LabError, check_workers, found_place, usable_cores
+from laconic.majority import names
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 DEFAULT_SECONDS = 300.0

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from laconic.doctor.finding import Finding, names, odd_ones, ok, problem
+from laconic.doctor.finding import Finding, ok, problem
+from laconic.majority import names, odd_ones
 
 BLOCK = 4096
 SAMPLED_FILES = 256

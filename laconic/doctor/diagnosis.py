@@ -11,10 +11,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from laconic.doctor import backends, data, limits, measuring, meeting, network, sockets, versions, visit
-from laconic.doctor.finding import Finding, from_json, merged, names, ok, problem
+from laconic.doctor.finding import Finding, from_json, merged, ok, problem
 from laconic.doctor.verdicts import check_faults_made, check_handshake, check_survivors
 from laconic.lab.folders import run_folder
 from laconic.lab.settings import usable_cores
+from laconic.majority import names
 
 
 @dataclass(frozen=True)

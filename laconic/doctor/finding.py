@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
@@ -62,18 +61,3 @@ def merged(by_worker: Sequence[Sequence[Finding]]) -> list[Finding]:
         Finding(*key, workers=() if len(workers) == everyone else tuple(workers))
         for key, workers in sorted(together.items(), key=lambda item: names.index(item[0][0]))
     ]
-
-
-def odd_ones(said: Sequence[object]) -> tuple[object, list[int]]:
-    """What most workers say, and who says something else."""
-    usual = Counter(said).most_common(1)[0][0]
-    return usual, [worker for worker, each in enumerate(said) if each != usual]
-
-
-def names(workers: Sequence[int]) -> str:
-    """Workers in words.
-
-    >>> names([2]), names([1, 3])
-    ('worker 2', 'workers 1, 3')
-    """
-    return f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"

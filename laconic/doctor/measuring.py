@@ -16,7 +16,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from laconic.doctor.finding import Finding, names, ok, warning
+from laconic.doctor.finding import Finding, ok, warning
+from laconic.majority import names
 
 ASKS = 3
 CLOCKS_S = 3.0

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import laconic
-from laconic.doctor.finding import Finding, names, odd_ones, ok, problem, warning
+from laconic.doctor.finding import Finding, ok, problem, warning
 from laconic.doctor.visit import Ended, Mark, Visit, warnings_of
 from laconic.lab.launch import killed_by
+from laconic.majority import names, odd_ones
 
 
 def check_handshake(ended: Sequence[Ended], attached: Sequence[Mapping[str, object] | None]) -> list[Finding]:

@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, requires
 
 import torch
 
-from laconic.doctor.finding import Finding, names, odd_ones, ok, problem, warning
+from laconic.doctor.finding import Finding, ok, problem, warning
+from laconic.majority import names, odd_ones
 
 NAME = "versions"
 PYTHON_AT_LEAST = (3, 11)

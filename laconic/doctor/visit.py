@@ -7,8 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from laconic.doctor import witness
 from laconic.injection import INJECT, MARKS, UNTIL, Fault
-from laconic.lab.launch import card_here, run_elastic
-from laconic.lab.settings import LabError, usable_cores
+from laconic.lab.launch import environment, run_elastic
+from laconic.lab.settings import LabError
 from laconic.lab.slow_link import PROGRAM
 
 WITNESS = Path(witness.__file__)
@@ -94,7 +94,10 @@ class Mark:
 def visit_here(visit: Visit, folder: Path) -> list[Ended]:
     """Starts all workers on this machine, and waits for them."""
     command = visit.command(folder)
-    with _environment(visit, folder), suppress(ChildFailedError):  # a witness that was ended has written nothing
+    with (
+        environment({**visit.environ, MARKS: str(folder)}, visit.workers),
+        suppress(ChildFailedError),
+    ):  # a witness that was ended has written nothing
         run_elastic(visit.workers, folder, 0, *command)
     return [read_ended(folder, worker) for worker in range(visit.workers)]
 
@@ -137,21 +140,6 @@ def warnings_of(ended: Sequence[Ended]) -> list[str]:
     """What `attach` itself warned of, each once."""
     said = (line for each in ended for _, line in each.lines if line.startswith("attach: "))
     return list(dict.fromkeys(said))
-
-
-@contextmanager
-def _environment(visit: Visit, folder: Path) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(visit.environ)
-    os.environ[MARKS] = str(folder)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // visit.workers)))
-    if (card := card_here()) is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = card
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def ended_from(worker: int, said: Mapping[str, Any] | None) -> Ended:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from laconic.attach import Talk
 from laconic.elastic.snapshot import Stateful
+from laconic.wires.patience import LostWorkerError
 
 
 def parts_of(
@@ -37,6 +38,11 @@ def check_bare(talk: Talk, model: nn.Module) -> None:
         "makes a new one whenever workers come or go. Leave the wrapper out and attach to the bare module: "
         "laconic.attach(laconic.ddp(), model, optimizer) averages the same gradients, at the optimizer's step."
     )
+
+
+def is_loss(talk: Talk, error: BaseException) -> bool:
+    """Whether an error tells of workers that were lost, and is not the caller's own."""
+    return isinstance(error, LostWorkerError) or error is talk._levels.world.broken
 
 
 def check_counts(**given: int | None) -> None:

@@ -33,11 +33,10 @@ from laconic.elastic.group import CallOff, called_off, connect, gather, leave, l
 from laconic.elastic.handing import hand_over
 from laconic.elastic.history import History, Shelf
 from laconic.elastic.members import Members, Seat
-from laconic.elastic.parts import check_counts, parts_of
+from laconic.elastic.parts import check_counts, is_loss, parts_of
 from laconic.elastic.snapshot import Committed, Stateful
 from laconic.elastic.step import Agreed, Step
 from laconic.elastic.world import World
-from laconic.wires.patience import LostWorkerError
 
 logger = logging.getLogger("laconic.elastic")
 
@@ -193,8 +192,7 @@ class Run:
 
     def _survives(self, error: BaseException) -> bool:
         """After the loss of a worker, go on with the others, and say so. Other errors are the caller's."""
-        broken = self.talk._levels.world.broken
-        if not isinstance(error, LostWorkerError) and (broken is None or error is not broken):
+        if not is_loss(self.talk, error):
             return False
         logger.warning("after step %d: %s", self._history.newest.step, error)
         self._recover()

@@ -35,11 +35,10 @@ from laconic.elastic.group import CallOff, connect, gather, leave, lengthen
 from laconic.elastic.handing import hand_over
 from laconic.elastic.history import History
 from laconic.elastic.members import Members, Seat
-from laconic.elastic.parts import parts_of
+from laconic.elastic.parts import is_loss, parts_of
 from laconic.elastic.snapshot import Committed, Stateful
 from laconic.elastic.step import Agreed, Step
 from laconic.elastic.store import BoundedStore
-from laconic.wires.patience import LostWorkerError
 
 logger = logging.getLogger("laconic.torchft")
 
@@ -149,7 +148,7 @@ class Run:
 
     def _end_step(self, error: BaseException | None) -> bool:
         """Let the round count, if it was one and all of it came through; else go back to the last that did."""
-        if error is not None and not self._is_loss(error):
+        if error is not None and not is_loss(self.talk, error):
             return False
         try:
             if error is not None:
@@ -158,7 +157,7 @@ class Run:
                 self._vote()
             return False
         except RuntimeError as lost:
-            if not self._is_loss(lost):
+            if not is_loss(self.talk, lost):
                 raise
             self._give_up(lost)
             self._meet()
@@ -179,9 +178,6 @@ class Run:
             self._world = None
         if self._world is None or self.talk.step < self._total:
             self._meet()
-
-    def _is_loss(self, error: BaseException) -> bool:
-        return isinstance(error, LostWorkerError) or error is self.talk._levels.world.broken
 
     def _give_up(self, error: Exception) -> None:
         """Tell the manager, which votes against the round: the next quorum makes a new group."""

@@ -33,11 +33,6 @@ class Blocks:
     alone: bool = False
     """Whether a program of `deliver` has one tile only, not all of its rows."""
 
-    @property
-    def options(self) -> dict[str, int]:
-        """The same as a launch takes it."""
-        return {"ROWS": self.rows, "COLUMNS": self.columns, "num_warps": self.warps, "num_stages": self.stages}
-
 
 # By the largest rank that they serve; apart for M = G + E that is read as such, and M that lies in the place of G.
 # Chosen by trial on an H200 with the matrices of BERT-large.

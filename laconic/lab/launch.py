@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from laconic.channel import Reporter, progress_file, seconds_file
 from laconic.lab.namespaces import Hosts, enter
 from laconic.lab.progress import Tail
-from laconic.lab.settings import LabError, Settings
+from laconic.lab.settings import LabError, Settings, usable_cores
 from laconic.lab.training import Outcome, start_group, train
 from laconic.links import Link
 
@@ -169,6 +169,25 @@ def card_here() -> str | None:
     """
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     return os.environ.get("GLOO_SOCKET_IFNAME", loopback[0] if loopback else None)
+
+
+@contextmanager
+def environment(changes: Mapping[str, str], workers: int, hosts: bool = False) -> Iterator[None]:
+    """Change what workers on this machine are started with: each has its share of the cores, and the card of here.
+
+    With `hosts` they have cards of their own.
+    """
+    before = dict(os.environ)
+    os.environ.update(changes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // workers)))
+    card = card_here()
+    if card is not None and not hosts:
+        os.environ["GLOO_SOCKET_IFNAME"] = card
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _warm_up() -> None:

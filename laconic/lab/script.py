@@ -6,10 +6,7 @@ ways, and are read through the same files; what they print goes to a log, of whi
 """
 
 import json
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,10 +14,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import laconic
 from laconic.channel import FOLDER, about_file, goal_file, progress_file
-from laconic.lab.launch import Network, WorkerError, card_here, killed_by, run_elastic
+from laconic.lab.launch import Network, WorkerError, environment, killed_by, run_elastic
 from laconic.lab.progress import Tail
 from laconic.lab.records import curve
-from laconic.lab.settings import LabError, check_goal, usable_cores
+from laconic.lab.settings import LabError, check_goal
 from laconic.lab.slow_link import PROGRAM
 from laconic.lab.training import Outcome
 from laconic.reporting import Goal
@@ -60,26 +57,12 @@ def launch_script(run: Script, folder: Path, network: Network) -> Outcome:
     hosts = json.dumps(None if network.hosts is None else asdict(network.hosts))
     command = (str(PROGRAM), "enter", hosts, sys.executable, str(run.script), *run.arguments)
     try:
-        with _environment(run, folder, hosts != "null"):
+        changes = {"LACONIC_PLAN": run.plan, FOLDER: str(folder)}
+        with environment(changes, run.workers, hosts=hosts != "null"):
             run_elastic(run.workers, folder, network.port, sys.executable, *command)
     except ChildFailedError as error:
         raise _script_error(error, run, folder) from None
     return _outcome(run, folder)
-
-
-@contextmanager
-def _environment(run: Script, folder: Path, hosts: bool) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update({"LACONIC_PLAN": run.plan, FOLDER: str(folder)})
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // run.workers)))
-    card = card_here()
-    if card is not None and not hosts:
-        os.environ["GLOO_SOCKET_IFNAME"] = card
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _outcome(run: Script, folder: Path) -> Outcome:

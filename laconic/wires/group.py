@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from laconic.ledger import Ledger
-from laconic.wires.patience import Patience
+from laconic.wires.patience import Patience, aside
 from laconic.wires.wire import Averaged, Exchange, Gather, Mean, Request, operation, payload_bytes
 
 Group = dist.ProcessGroup
@@ -377,7 +377,7 @@ class _Works:
 
     works: Sequence[Any]
     limit_s: float | None
-    _end: concurrent.futures.Future[None] | None = None
+    _end: concurrent.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait for all, or for so long."""
@@ -385,8 +385,7 @@ class _Works:
             self._wait_for_all()
             return
         if self._end is None:
-            self._end = concurrent.futures.Future()
-            threading.Thread(target=self._wait_aside, args=(self._end,), daemon=True).start()
+            self._end = aside(self._wait_for_all)
         try:
             self._end.result(timeout.total_seconds())
         except TimeoutError:
@@ -395,14 +394,6 @@ class _Works:
     def is_completed(self) -> bool:
         """Whether all have ended, well or not."""
         return self._end is not None and self._end.done()
-
-    def _wait_aside(self, end: concurrent.futures.Future[None]) -> None:
-        try:
-            self._wait_for_all()
-        except RuntimeError as error:
-            end.set_exception(error)
-        else:
-            end.set_result(None)
 
     def _wait_for_all(self) -> None:
         for work in self.works:

@@ -17,6 +17,7 @@ import json
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from datetime import timedelta
@@ -24,6 +25,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+
+from laconic.majority import names
 
 SLICE = timedelta(milliseconds=250)
 LEAST_S = 30.0
@@ -120,7 +123,7 @@ class Patience:
                 "The worker that holds it is gone, or cut off from here: start the run again from its last checkpoint.",
                 [],
             )
-        who = "all workers answer, but one of them was late" if not missing else _names(missing) + " did not answer"
+        who = "all workers answer, but one of them was late" if not missing else names(missing) + " did not answer"
         return LostWorkerError(
             f"{what}: {why}; {who}.\n  Nobody can average without all workers. Go on without the missing ones "
             "(talk.regroup), or start the run again from its last checkpoint.",
@@ -143,18 +146,24 @@ class Patience:
     def _ask(self, name: str, *args: Any) -> Any:
         """Call the store, unless it still owes an answer."""
         if self._asked is None or self._asked.done():
-            answer = self._asked = Future()
-
-            def call() -> None:
-                try:
-                    answer.set_result(getattr(self._store, name)(*args))
-                except BaseException as error:
-                    answer.set_exception(error)
-
-            threading.Thread(target=call, name="laconic-ask", daemon=True).start()
+            answer = self._asked = aside(lambda: getattr(self._store, name)(*args))
             with contextlib.suppress(Late):
                 return answer.result(STORE_S)
         raise RuntimeError(f"the store has not answered for {STORE_S:g} s.")
+
+
+def aside(call: Callable[[], Any]) -> Future[Any]:
+    """Let a thread make a call that may never come back, and may be forgotten then."""
+    answer: Future[Any] = Future()
+
+    def make() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=make, name="laconic-aside", daemon=True).start()
+    return answer
 
 
 def ended(work: Work) -> bool:
@@ -169,10 +178,6 @@ def ended(work: Work) -> bool:
             return False
         work.wait(SLICE)
     return True
-
-
-def _names(workers: list[int]) -> str:
-    return f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
 
 
 def _first_line(error: BaseException) -> str:

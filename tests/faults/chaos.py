@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from pathlib import Path
@@ -114,13 +115,18 @@ def work(job: Job) -> None:
     os.environ["TMPDIR"], tempfile.tempdir = job.logs + "/tmp", None
     path = Path(job.logs) / f"{job.id}-{os.getpid()}.jsonl"
     logging.basicConfig(filename=path.with_suffix(".log"), level=logging.INFO, format="%(asctime)s %(message)s")
+    to_its_end(path, lambda say: train(job, say))
+
+
+def to_its_end(path: Path, job: Callable[[Any], None]) -> None:
+    """Run a job, which may say things, and end the process; what was said, and its error, are in the log."""
     with path.open("a", buffering=1) as log:
 
         def say(**what: Any) -> None:
             log.write(json.dumps({**what, "at": time.time()}) + "\n")
 
         try:
-            train(job, say)
+            job(say)
         except BaseException as error:
             say(error=type(error).__name__, text=str(error), trace=traceback.format_exc())
             os._exit(1)

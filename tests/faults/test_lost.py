@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,12 +56,20 @@ def _until_lost(
 
 def _die_in_the_round() -> None:
     """Die when the large collective is due, and a little later: the header has gone through, the others are in it."""
+
+    def late() -> None:
+        time.sleep(0.5)
+        die()
+
+    _when_the_large_collective_is_due(late)
+
+
+def _when_the_large_collective_is_due(act: Callable[[], None]) -> None:
     answer = Conductor.answer
 
     def last_words(self: Conductor, request: Request) -> Any:
         if request.x.numel() > 100:
-            time.sleep(0.5)
-            die()
+            act()
         return answer(self, request)
 
     Conductor.answer = last_words  # type: ignore[method-assign]
@@ -108,7 +117,7 @@ def _called_off(worker: int) -> tuple[str, float]:
         F.cross_entropy(module(x), y).backward()
         if step == 4:
             if worker == LOST:
-                _stand_still_in_the_round()
+                _when_the_large_collective_is_due(stand_still)
             patience = talk._levels.world.patience
             assert patience is not None
             threading.Timer(2, patience.give_up).start()
@@ -118,17 +127,6 @@ def _called_off(worker: int) -> tuple[str, float]:
         except laconic.LostWorkerError as error:
             return str(error), time.monotonic() - begun
     raise AssertionError("nobody was lost")
-
-
-def _stand_still_in_the_round() -> None:
-    answer = Conductor.answer
-
-    def last_words(self: Conductor, request: Request) -> Any:
-        if request.x.numel() > 100:
-            stand_still()
-        return answer(self, request)
-
-    Conductor.answer = last_words  # type: ignore[method-assign]
 
 
 def test_a_wait_for_letters_can_be_called_off():

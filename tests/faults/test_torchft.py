@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import signal
 import time
-import traceback
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +16,7 @@ import pytest
 import torch
 
 import laconic
-from tests.faults.chaos import Crowd, Job, Line, gradient, optimizer_of, replay
+from tests.faults.chaos import Crowd, Job, Line, gradient, optimizer_of, replay, to_its_end
 from tests.workers import _context, run_workers
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
@@ -75,17 +73,7 @@ def work(job: Job) -> None:
     warnings.filterwarnings("ignore", "The 'warn' method is deprecated")  # torchft's own logger
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    with (Path(job.logs) / f"{job.id}-{os.getpid()}.jsonl").open("a", buffering=1) as log:
-
-        def say(**what: Any) -> None:
-            log.write(json.dumps({**what, "at": time.time()}) + "\n")
-
-        try:
-            train(job, say)
-        except BaseException as error:
-            say(error=type(error).__name__, text=str(error), trace=traceback.format_exc())
-            os._exit(1)
-    os._exit(0)
+    to_its_end(Path(job.logs) / f"{job.id}-{os.getpid()}.jsonl", lambda say: train(job, say))
 
 
 class Replicas(Crowd):
