@@ -3,22 +3,23 @@
     python benchmarks/guards.py [--workers 4] [--plans "ddp()" "post_local_sgd(period=16)"]
     python benchmarks/guards.py --parts       # one process: what a step takes, and each check of it
 
-Three copies of the training in one set of processes, one with and two without, take turns step by step, so that
-whatever else the machine does meets all. With: headers, digests of the weights, finite gradients and weights, stopping
-by signal, waits in slices. Without: none of it but the waits. The cost is the ratio of the medians, of steps or, for
-local methods, of stretches of 16; beside it that of the two without, which is how much of it means nothing.
+One training, whose checks are switched on for one stretch of every two, in random order: two trainings in one process
+differ by a percent for reasons of their own, such as where their memory lies. With: headers, digests of the weights,
+finite gradients and weights, stopping by signal. Without: none of it. A stretch is a step, or 16 for local methods,
+with their round. The cost is the ratio of the medians; the interval holds 95% of those of resampled stretches.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import signal
 import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
@@ -34,38 +35,46 @@ from laconic.lab.settings import Settings
 from laconic.lab.tasks import loss_of, make_task
 from laconic.wires.wire import all_finite
 
-WARM_UP, STEPS = 8, 320
+WARM_UP = 32
+"""Steps before the first that counts, a multiple of every stretch."""
 
 
 class Training:
-    """The lab's GPT under a plan, with all checks or none."""
+    """The lab's GPT under a plan, with checks that can be switched."""
 
-    def __init__(self, plan: str, checked: bool, worker: int, workers: int) -> None:
+    def __init__(self, plan: str, worker: int, workers: int) -> None:
         self.task = make_task(Settings(plan=plan, workers=workers))
         self.model = DDP(self.task.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        options = {} if checked else {"nonfinite": "ignore", "verify_every": 0}
-        self.talk = laconic.attach(laconic.plan(plan), self.model, self.optimizer, **options)  # type: ignore[arg-type]
-        if checked:
-            self.talk.stop_on(signal.SIGTERM)
+        self.talk = laconic.attach(laconic.plan(plan), self.model, self.optimizer)
+        self.talk.stop_on(signal.SIGTERM)
         self.worker = worker
-        self.seconds: list[float] = []
+        self.number = 0
 
-    def step(self, number: int) -> None:
-        batch = self.task.draw(self.worker, number)
-        dist.barrier()
-        begun = time.perf_counter()
-        loss_of(self.model, batch).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.seconds.append(time.perf_counter() - begun)
+    def switch(self, on: bool) -> None:
+        """Check everything from the next step on, as by default and after `stop_on`, or nothing."""
+        self.talk._replica.guard.policy = self.talk._rounds.nonfinite = "skip" if on else "ignore"
+        self.talk._rounds.stop.watched = on
+        self.talk._divergence.every = None if on else 0
+
+    def stretch(self, steps: int) -> float:
+        """Seconds that the steps took."""
+        seconds = 0.0
+        for _ in range(steps):
+            self.number += 1
+            batch = self.task.draw(self.worker, self.number)
+            dist.barrier()
+            begun = time.perf_counter()
+            loss_of(self.model, batch).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            seconds += time.perf_counter() - begun
+        return seconds
 
 
-def usual(training: Training) -> float:
-    """The median of a stretch in which there is one round."""
-    length = 16 if training.talk.plan.local else 1
-    sums = [sum(training.seconds[i : i + length]) for i in range(0, STEPS, length)]
-    return statistics.median(sums) / length
+def cost(pairs: Sequence[tuple[float, float]]) -> float:
+    """By how many per cent a stretch with checks is longer than one without."""
+    return 100 * (statistics.median(pair[1] for pair in pairs) / statistics.median(pair[0] for pair in pairs) - 1)
 
 
 def run(worker: int, options: argparse.Namespace, port: int) -> None:
@@ -75,18 +84,25 @@ def run(worker: int, options: argparse.Namespace, port: int) -> None:
     if worker == 0:
         print(f"torch {torch.__version__}, {os.cpu_count()} cores, {options.workers} workers, the lab's GPT")
     for plan in options.plans:
-        trainings = [Training(plan, checked, worker, options.workers) for checked in (False, True, False)]
-        for number in range(1, WARM_UP + STEPS + 1):
-            first = number % 3
-            for each in (*trainings[first:], *trainings[:first]):
-                each.step(number)
-        for each in trainings:
-            each.talk.detach()
-            del each.seconds[:WARM_UP]
+        chance = random.Random(0)  # the same on all workers
+        training = Training(plan, worker, options.workers)
+        length = 16 if training.talk.plan.local else 1
+        training.stretch(WARM_UP)
+        pairs = []
+        for _ in range(options.steps // (2 * length)):
+            seconds = {}
+            for on in chance.sample([False, True], 2):
+                training.switch(on)
+                seconds[on] = training.stretch(length)
+            pairs.append((seconds[False], seconds[True]))
+        training.talk.detach()
         if worker == 0:
-            without, with_, again = (usual(each) for each in trainings)
-            cost, nothing = 100 * (2 * with_ / (without + again) - 1), 100 * (again / without - 1)
-            print(f"{plan:<28} {1e3 * without:7.1f} ms a step, {cost:+.2f}%; two without: {nothing:+.2f}%", flush=True)
+            again = sorted(cost(chance.choices(pairs, k=len(pairs))) for _ in range(1000))
+            step_ms = 1e3 * statistics.median(pair[0] for pair in pairs) / length
+            print(
+                f"{plan:<28} {step_ms:7.1f} ms a step, {cost(pairs):+.2f}% ({again[25]:+.2f} to {again[974]:+.2f})",
+                flush=True,
+            )
     dist.destroy_process_group()
 
 
@@ -124,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--plans", nargs="+", default=["ddp()", "power_sgd(rank=4)", "post_local_sgd(period=16)"])
+    parser.add_argument("--steps", type=int, default=1200, help="for each plan, half of them with checks")
     parser.add_argument("--parts", action="store_true")
     options = parser.parse_args()
     if options.parts:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -22,11 +23,12 @@ from laconic.buckets import side_by_side
 from laconic.digests import digests, together
 from laconic.majority import names, odd_ones
 from laconic.wires.group import Conductor
-from laconic.wires.wire import Averaged, Exchange, Gather, Mean, all_finite
+from laconic.wires.wire import Averaged, Exchange, Gather, Mean, all_finite, is_finite
 
 logger = logging.getLogger(__name__)
 
 NonFinite: TypeAlias = Literal["skip", "exclude", "raise", "ignore"]
+Grads: TypeAlias = Mapping[str, Tensor] | Mapping[str, Tensor | None]
 
 
 class NonFiniteError(RuntimeError):
@@ -149,9 +151,10 @@ def mean_of_finite(conductor: Conductor, good: Sequence[bool], what: str, policy
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    own: list[Tensor]
-    """For each message of an exchange, in order, whether what this worker said was finite."""
-    mean: Tensor
+    own: list[Tensor | str | None]
+    """For each message of an exchange, in order: the parameter in which this worker was the first to spoil it, "" where
+    none can be named, None if it was finite. On CUDA, whether it was finite, as a tensor that nobody waits for."""
+    mean: Tensor | bool
 
 
 class GradientGuard:
@@ -173,39 +176,53 @@ class GradientGuard:
             if share < 1 and not bool(own):
                 for t in tensors.values():
                     t.zero_()
-        said: list[Tensor] = []
-        end = yield from _overheard(average(), tensors, said)
+        said: list[Tensor | str | None] = []
+        heard: list[bool] = []
+        end = yield from _overheard(average(), tensors, said, heard)
         if share < 1:
             for t in end.mean.values():
                 t.mul_(1 / share if share else torch.nan)
             logger.warning("gradients: %.0f%% of the workers brought NaN or Inf, and were left out.", 100 * (1 - share))
-        self._seen.append(_Seen(said, end.finite()))
+        self._seen.append(_Seen(said, all(heard) if len(heard) == len(said) else end.finite()))
         return end
 
     def forget(self) -> None:
         """Drop what was noted."""
         self._seen = []
 
-    def spoiled(self, conductor: Conductor, grads: Iterable[tuple[str, Tensor]], step: int) -> bool:
-        """Tell whether this step's mean gradients are not finite, on every worker alike; name who spoiled them."""
+    def spoiled(self, conductor: Conductor, grads: Callable[[], Grads], step: int) -> bool:
+        """Tell whether this step's mean gradients are not finite, on every worker alike; name who spoiled them.
+
+        `grads` gives those of all parameters, in an order that all workers share.
+        """
         seen, self._seen = self._seen, []
-        if not seen or bool(torch.stack([each.mean for each in seen]).all()):
+        if _all_true([each.mean for each in seen]):
             return False
-        flags = torch.stack([flag for each in seen for flag in each.own])
-        rows = gathered(conductor, flags.to(torch.int64)).split([len(each.own) for each in seen], dim=1)
-        bad = sorted({worker for row in rows for worker in _culprits(row)})
-        message = f"step {step}: {names(bad)} brought NaN or Inf, in {_first_bad(grads)}"
+        now = grads()
+        order = {name: place for place, name in enumerate(now, start=2)}
+        own = [_code(flag, order) for each in seen for flag in each.own]
+        rows = gathered(conductor, torch.tensor(own)).split([len(each.own) for each in seen], dim=1)
+        culprits = [found for row in rows for found in _culprits(row)]
+        bad = sorted({worker for worker, _ in culprits})
+        places = {place for _, place in culprits}
+        where = next((name for name, place in order.items() if place in places), None) or _first_bad(now)
+        message = f"step {step}: {names(bad)} brought NaN or Inf, in {where or 'no single parameter'}"
         if self.policy == "raise":
             raise NonFiniteError(f"{message}. No worker has stepped.", bad)
         logger.warning("%s. No worker steps, and no codec remembers it.", message)
         return True
 
 
-def _overheard(exchange: Exchange, tensors: Mapping[str, Tensor], said: list[Tensor]) -> Exchange:
+def _overheard(
+    exchange: Exchange, tensors: Mapping[str, Tensor], said: list[Tensor | str | None], heard: list[bool]
+) -> Exchange:
     """Let an exchange run, and note for each of its messages whether it is finite.
 
     Messages are smaller than gradients, and what is not finite in a gradient is not finite in what a codec says of it.
     A message in code tells nothing: then the gradients themselves are looked at, once.
+
+    A mean of finite numbers is finite, as they are divided before they are added. So where numbers can be looked at
+    at once, a worker whose own are not finite spoils its first as well, and of the mean all look at that one alone.
     """
     answer: Tensor | None = None
     while True:
@@ -214,17 +231,43 @@ def _overheard(exchange: Exchange, tensors: Mapping[str, Tensor], said: list[Ten
         except StopIteration as stop:
             end: Averaged = stop.value
             return end
-        if request.x.is_floating_point():
-            said.append(all_finite({"": request.x}))
+        x = request.x
+        if x.device.type != "cpu":
+            if x.is_floating_point():
+                said.append(all_finite({"": x}))
+            else:
+                said.append(torch.tensor(True, device=x.device) if said else _finite(tensors))
+            answer = yield request
+        elif isinstance(request, Mean) and x.dtype in (torch.float32, torch.float64) and x.numel():
+            first = (0,) * x.dim()
+            fine = is_finite(x)
+            said.append(None if fine else _first_bad(tensors))
+            if not fine:
+                x[first] = torch.nan
+            answer = yield request
+            heard.append(math.isfinite(answer[first].item()))
         else:
-            said.append(_finite(tensors) if not said else torch.ones_like(said[0]))
-        answer = yield request
+            looked_at = [x] if x.is_floating_point() else [] if said else list(tensors.values())
+            said.append(None if all(map(is_finite, looked_at)) else _first_bad(tensors))
+            answer = yield request
 
 
-def _culprits(flags: Tensor) -> list[int]:
+def _code(flag: Tensor | str | None, order: Mapping[str, int]) -> int:
+    """Say in a number what was noted of a message: 0 if it was finite, 1 if not, or the place of the parameter."""
+    if isinstance(flag, Tensor):
+        return int(not bool(flag))
+    return 0 if flag is None else order.get(flag, 1)
+
+
+def _culprits(said: Tensor) -> list[tuple[int, int]]:
     """Find who said something that is not finite, [workers, messages], first: what follows has heard it."""
-    first = next((column for column in flags.unbind(1) if not bool(column.all())), None)
-    return [] if first is None else [worker for worker, fine in enumerate(first.tolist()) if not fine]
+    first = next((column for column in said.unbind(1) if bool(column.any())), None)
+    return [] if first is None else [(worker, code) for worker, code in enumerate(first.tolist()) if code]
+
+
+def _all_true(flags: Sequence[Tensor | bool]) -> bool:
+    known = [flag for flag in flags if isinstance(flag, Tensor)]
+    return all(flag for flag in flags if not isinstance(flag, Tensor)) and (not known or bool(torch.stack(known).all()))
 
 
 class Divergence:
@@ -276,5 +319,6 @@ def _finite(tensors: Mapping[str, Tensor]) -> Tensor:
     return all_finite(tensors if flat is None else {"": flat})
 
 
-def _first_bad(grads: Iterable[tuple[str, Tensor]]) -> str:
-    return next((name for name, grad in grads if not bool(grad.isfinite().all())), "no single parameter")
+def _first_bad(tensors: Grads) -> str:
+    """Name the first that holds NaN or Inf."""
+    return next((name for name, t in tensors.items() if t is not None and not bool(t.isfinite().all())), "")

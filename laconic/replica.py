@@ -122,7 +122,10 @@ class Replica:
 
     def spoiled(self, level: Level, step: int) -> bool:
         """Tell whether the gradients that were averaged last are of no use; names who spoiled them."""
-        grads = ((name, local_of(p.grad)) for name, p in self.originals.items() if p.grad is not None)
+
+        def grads() -> dict[str, Tensor | None]:
+            return {name: None if p.grad is None else local_of(p.grad) for name, p in self.originals.items()}
+
         return self.guard.spoiled(self.levels[level], grads, step)
 
     def broadcast(self) -> None:

@@ -13,24 +13,28 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic import averaging
-from laconic.averaging import average_in_place, in_turn
+from laconic.averaging import average_in_place, in_turn, means_of, pieces_of
 from laconic.buckets import cut, overlapping
 from laconic.ledger import Ledger
-from laconic.wires import group
+from laconic.wires import group, letters, means
 from laconic.wires.dry import dry
 from laconic.wires.group import Conductor
+from laconic.wires.letters import Letters, in_groups, in_shares
 from laconic.wires.lockstep import lockstep
 from tests.workers import run_workers
 
-LARGE, BUCKET = 4_000, 10_000
+LARGE, BUCKET, GROUP = 4_000, 10_000, 12_000
 HALVES = (torch.bfloat16, torch.float16)
 WHOLE = (torch.int64, torch.int16, torch.uint8, torch.bool)
 
 
-def _small_limits() -> None:
-    """Let a few kilobytes go the ways of many megabytes."""
+def _small_limits(by_letter: bool = True) -> None:
+    """Let a few kilobytes go the ways of many megabytes: worker to worker, or in collectives."""
+    if not by_letter:
+        Conductor.writes_letters = property(lambda self: False)  # type: ignore[assignment, method-assign]
     averaging.LARGE, averaging.BUCKET = LARGE, BUCKET
-    group._BY_LETTER, group._IN_CACHE = 3_000, 100
+    group._BY_LETTER, means.IN_CACHE = 3_000, 100
+    letters.GROUP, letters.ROOM = GROUP, 2 * GROUP
 
 
 def _conductor() -> Conductor:
@@ -72,8 +76,8 @@ def _where(tensors: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
     return [(t.data_ptr(), t.stride(), t.shape, t.dtype) for t in tensors.values()]
 
 
-def _averaged(worker: int) -> tuple[dict[str, Tensor], bool, int]:
-    _small_limits()
+def _averaged(worker: int, by_letter: bool) -> tuple[dict[str, Tensor], bool, int]:
+    _small_limits(by_letter)
     tensors = _tensors(worker)
     before = _where(tensors)
     conductor = _conductor()
@@ -92,9 +96,13 @@ def _right(workers: int) -> dict[str, Tensor]:
     return means
 
 
+by_both = pytest.mark.parametrize("by_letter", [True, False], ids=["letters", "collectives"])
+
+
+@by_both
 @pytest.mark.parametrize("workers", [2, 3, 4])
-def test_every_path_gives_the_mean(workers: int):
-    results = run_workers(_averaged, workers)
+def test_every_path_gives_the_mean(workers: int, by_letter: bool):
+    results = run_workers(_averaged, workers, (by_letter,))
     right = _right(workers)
     for found, stayed, sent in results:
         assert stayed, "a tensor moved, or was given other strides"
@@ -106,6 +114,23 @@ def test_every_path_gives_the_mean(workers: int):
             assert torch.equal(found[name], results[0][0][name]), f"{name} is not the same on every worker"
             if dtype in WHOLE:
                 assert float((found[name].double() - mean).abs().max()) <= 0.5, name
+
+
+def _in_order(worker: int) -> tuple[Tensor, Tensor]:
+    """Average by letter, and beside it the sum of shares in the order of the workers."""
+    _small_limits()
+    given = [1e3 * torch.randn(7001, generator=torch.Generator().manual_seed(w)) for w in range(4)]
+    mine = given[worker].clone()
+    average_in_place(_conductor(), {"x": mine})
+    right = given[0] / 4
+    for each in given[1:]:
+        right = right + each / 4
+    return mine, right
+
+
+def test_letters_are_added_in_the_order_of_the_workers():
+    for found, right in run_workers(_in_order, 4):
+        assert torch.equal(found, right)
 
 
 def _in_between(worker: int) -> list[Tensor]:
@@ -123,9 +148,9 @@ def test_what_lies_between_is_left_alone():
             assert (base[:, 1::2] == worker).all()
 
 
-def _equal_replicas(worker: int) -> list[str]:
+def _equal_replicas(worker: int, by_letter: bool) -> list[str]:
     """Name what is not, bit for bit, what it was."""
-    _small_limits()
+    _small_limits(by_letter)
     tensors = _tensors(0)
     hard = torch.tensor([float("inf"), -float("inf"), 3.4e38, -3.4e38, 1e-37, -0.0, 0.0])
     tensors |= {"hard": hard.repeat(301), "small hard": hard.clone()}
@@ -142,9 +167,10 @@ def _bits(t: Tensor) -> Tensor:
     return t.contiguous().view(-1).view(torch.uint8)
 
 
+@by_both
 @pytest.mark.parametrize("workers", [2, 3, 4, 5])
-def test_equal_replicas_stay_bit_equal(workers: int):
-    for changed in run_workers(_equal_replicas, workers):
+def test_equal_replicas_stay_bit_equal(workers: int, by_letter: bool):
+    for changed in run_workers(_equal_replicas, workers, (by_letter,)):
         assert not changed
 
 
@@ -163,21 +189,22 @@ def test_means_of_numbers_too_far_apart():
         assert unknown != unknown
 
 
-def _tied(worker: int) -> list[list[float]]:
+def _tied(worker: int, by_letter: bool) -> list[list[float]]:
     """The same memory under several names: contiguous, transposed, in part."""
-    _small_limits()
+    _small_limits(by_letter)
     x = torch.full((40, 40), float(worker))
     average_in_place(_conductor(), {"embedding": x, "head": x, "turned": x.T, "top": x[:30]})
     return [x.unique().tolist()]
 
 
-def test_tied_weights_are_averaged_once():
-    assert run_workers(_tied, 2) == [[[0.5]], [[0.5]]]
-    assert run_workers(_tied, 3) == [[[1.0]], [[1.0]], [[1.0]]]
+@by_both
+def test_tied_weights_are_averaged_once(by_letter: bool):
+    assert run_workers(_tied, 2, (by_letter,)) == [[[0.5]], [[0.5]]]
+    assert run_workers(_tied, 3, (by_letter,)) == [[[1.0]], [[1.0]], [[1.0]]]
 
 
-def _other_strides(worker: int) -> list[Tensor]:
-    _small_limits()
+def _other_strides(worker: int, by_letter: bool) -> list[Tensor]:
+    _small_limits(by_letter)
     rows = torch.arange(5000.0).view(50, 100)
     x = rows.clone() if worker == 0 else rows.T.contiguous().T.clone(memory_format=torch.preserve_format)
     assert x.is_contiguous() == (worker == 0)
@@ -185,9 +212,10 @@ def _other_strides(worker: int) -> list[Tensor]:
     return [x.contiguous(), rows]
 
 
-def test_workers_may_lay_out_their_memory_differently():
+@by_both
+def test_workers_may_lay_out_their_memory_differently(by_letter: bool):
     for workers in (2, 3):
-        for found, rows in run_workers(_other_strides, workers):
+        for found, rows in run_workers(_other_strides, workers, (by_letter,)):
             assert torch.equal(found, rows)
 
 
@@ -240,6 +268,66 @@ def test_exchanges_over_another_wire(monkeypatch: pytest.MonkeyPatch):
     assert all(t.unique().tolist() == [1.0] for tensors in given for t in tensors.values())
 
 
+def test_all_at_once_over_other_wires(monkeypatch: pytest.MonkeyPatch):
+    _monkeyed(monkeypatch)
+    given = [{"x": torch.full((70, 70), float(w)).T, "s": torch.full((3,), float(w))} for w in range(3)]
+    ledgers = Ledger(), Ledger()
+    dry(means_of(list(pieces_of(given[0], GROUP))), ledgers[0], workers=3)
+    lockstep([means_of(list(pieces_of(tensors, GROUP))) for tensors in given], ledgers[1])
+    assert all(t.unique().tolist() == [1.0] for tensors in given for t in tensors.values())
+    assert ledgers[0].wire_bytes == ledgers[1].wire_bytes == 2 * 2 * 4 * (70 * 70 + 3) // 3
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5, 64])
+@pytest.mark.parametrize("sizes", [[10], [1, 1, 1], [7, 1, 130, 2], [63, 64, 65]])
+def test_shares_are_the_whole_in_order(workers: int, sizes: list[int]):
+    flats = list(torch.arange(sum(sizes)).split(sizes))
+    shares = in_shares(flats, workers)
+    assert torch.equal(torch.cat([piece for share in shares for piece in share]), torch.arange(sum(sizes)))
+    counts = [sum(piece.numel() for piece in share) for share in shares]
+    assert len(counts) == workers and max(counts) - min(counts) <= 1
+    places = [(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in flats]
+    assert all(any(a <= p.data_ptr() < b for a, b in places) for share in shares for p in share), "a copy"
+
+
+def test_groups_have_one_dtype_and_a_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(averaging, "LARGE", 100)
+    tensors = {str(i): torch.zeros(size) for i, size in enumerate([30, 40, 50, 200])}
+    tensors |= {"half": torch.zeros(60, dtype=torch.bfloat16), "few": torch.zeros(3), "none": torch.zeros(0)}
+    pieces = list(pieces_of(tensors, cap_bytes=400))
+    groups = list(in_groups(pieces, cap_bytes=400))
+    assert [piece for each in groups for piece in each] == [piece for piece in pieces if piece.nbytes]
+    assert [sum(piece.nbytes for piece in each) for each in groups] == [280, 200, 400, 400, 120, 12]
+    assert all(len({piece.dtype for piece in each}) == 1 for each in groups)
+
+
+def _given_up(worker: int) -> tuple[list[float], str]:
+    """One worker gives up before the other has said a word, and hears it then."""
+    ours = Letters(dist.group.WORLD)  # type: ignore[arg-type]
+    x, said = torch.full((1000,), float(worker)), ""
+    (piece,) = pieces_of({"x": x}, GROUP)
+    if worker == 1:
+        dist.barrier()
+    on_its_way = ours.average([piece], limit_s=20)
+    if worker == 0:
+        ours.give_up()
+        dist.barrier()
+        try:
+            on_its_way.wait()
+        except RuntimeError as error:
+            said = str(error)
+        dist.barrier()
+        return x.unique().tolist(), said
+    dist.barrier()
+    return [], ""
+
+
+def test_what_was_given_up_is_not_changed_any_more():
+    (values, said), _ = run_workers(_given_up, 2)
+    assert values == [0.0]
+    assert said == "the letters were given up"
+
+
 @pytest.mark.parametrize("shape", [(7,), (5, 3), (1, 4, 9), (3, 1, 1, 5), (2, 0, 3), ()])
 @pytest.mark.parametrize("cap_bytes", [4, 12, 20, 1000])
 def test_pieces_are_the_tensor_in_order(shape: tuple[int, ...], cap_bytes: int):
@@ -279,18 +367,19 @@ class _Allocations(TorchDispatchMode):
         return out
 
 
-def _peak(worker: int, make: Callable[[], dict[str, Tensor]]) -> int:
-    """Most bytes that the conductor's thread held at once beside the tensors themselves."""
-    _small_limits()
+def _peak(worker: int, make: Callable[[], dict[str, Tensor]], by_letter: bool) -> int:
+    """Most bytes that the thread that averages held at once beside the tensors themselves."""
+    _small_limits(by_letter)
     tensors = make()
     watching = _Allocations(tensors)
-    plain = Conductor._serve_one
+    where, what = (letters._Post, "deliver") if by_letter else (Conductor, "_serve_one")
+    plain = getattr(where, what)
 
-    def watched(self: Conductor, item: Any) -> None:
+    def watched(self: Any, item: Any) -> None:
         with watching:
             plain(self, item)
 
-    Conductor._serve_one = watched  # type: ignore[method-assign]
+    setattr(where, what, watched)
     average_in_place(_conductor(), tensors)
     return watching.peak
 
@@ -329,10 +418,27 @@ SMALL_CHANGE = 2_000
         pytest.param(_many_half, 3, 5, marks=pytest.mark.nightly),
     ],
 )
-def test_extra_memory_is_bounded(make: Callable[[], dict[str, Tensor]], workers: int, buckets: float):
-    for peak in run_workers(_peak, workers, (make,)):
+def test_extra_memory_of_collectives_is_bounded(make: Callable[[], dict[str, Tensor]], workers: int, buckets: float):
+    for peak in run_workers(_peak, workers, (make, False)):
         assert peak <= buckets * BUCKET + SMALL_CHANGE
 
 
-def test_five_of_our_buckets_are_two_of_ddps():
+@pytest.mark.parametrize(
+    ("make", "workers", "groups"),
+    [
+        (_many_large, 2, 2),  # for what the others say
+        (_many_large, 4, 2),
+        (_many_large_turned, 2, 4),  # and two copies
+        pytest.param(_many_large_turned, 5, 4, marks=pytest.mark.nightly),
+        (_many_small, 2, 4),
+        (_many_half, 3, 4),
+    ],
+)
+def test_extra_memory_of_letters_is_bounded(make: Callable[[], dict[str, Tensor]], workers: int, groups: float):
+    for peak in run_workers(_peak, workers, (make, True)):
+        assert peak <= groups * GROUP + SMALL_CHANGE
+
+
+def test_these_are_two_of_ddps_buckets():
     assert 5 * averaging.BUCKET <= 2 * (25 << 20)
+    assert letters.ROOM == 2 * letters.GROUP and 4 * letters.GROUP <= 2 * (25 << 20)

@@ -16,8 +16,13 @@ from laconic.wires.patience import LostWorkerError
 def parts_of(
     talk: Talk, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], also: Mapping[str, Stateful] | None
 ) -> dict[str, Stateful]:
-    """Name all that has a state that belongs to a step."""
+    """Name all that has a state that belongs to a step.
+
+    From now on rounds of weights are averaged in copies. What a worker that was given up says when it wakes may still
+    be written where it was expected, and weights have been taken back from the last committed round by then.
+    """
     check_bare(talk, model)
+    talk._rounds.commit = "atomic"
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     return {
         "model": model,

@@ -6,17 +6,21 @@ cannot drift from the real ones: there is no second formula.
 
 from __future__ import annotations
 
+import torch
+
 from laconic.ledger import Ledger
-from laconic.wires.wire import Averaged, Exchange, Mean, operation, payload_bytes
+from laconic.wires.wire import Averaged, Mean, Means, Questions, operation, payload_bytes
 
 
-def dry(exchange: Exchange, ledger: Ledger, workers: int, phase: str = "plan") -> Averaged:
+def dry(exchange: Questions, ledger: Ledger, workers: int, phase: str = "plan") -> Averaged:
     """Run `exchange` to its end as if `workers` workers took part, and count what one of them sends."""
     try:
         request = next(exchange)
         for round_ in range(1, 1_000_000):
             ledger.record(operation(request), payload_bytes(request), workers, phase=phase, round_=round_)
-            if isinstance(request, Mean):
+            if isinstance(request, Means):
+                request = exchange.send(torch.empty(0))
+            elif isinstance(request, Mean):
                 request = exchange.send(request.x)
             else:
                 request = exchange.send(request.x.new_empty((workers, *request.x.shape)))

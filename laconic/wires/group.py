@@ -15,7 +15,6 @@ the caller's thread, on the caller's group.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import queue
 import threading
@@ -23,7 +22,6 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,8 +30,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from laconic.ledger import Ledger
-from laconic.wires.patience import Patience, aside
-from laconic.wires.wire import Averaged, Exchange, Gather, Mean, Request, operation, payload_bytes
+from laconic.wires.letters import Letters
+from laconic.wires.means import mean, sums_exactly
+from laconic.wires.patience import Patience
+from laconic.wires.wire import Averaged, Gather, Mean, Means, Question, Questions, Whole, operation, payload_bytes
 
 Group = dist.ProcessGroup
 
@@ -68,14 +68,14 @@ class _Promise:
 class _Running:
     """An exchange on its way, and the request in flight."""
 
-    exchange: Exchange
+    exchange: Questions
     promise: _Promise
     phase: str
     step: int = 0
     ended: bool = False
     end: Averaged | None = None
     round: int = 0
-    request: Request | None = None
+    request: Question | None = None
     answering: Generator[Any, None, Tensor] | None = None
     work: Any = None
     launched_s: float = 0.0
@@ -116,6 +116,9 @@ class Conductor:
             self.group = group_of_our_own(group)
             self.patience = Patience(self.group, patience_s)
         backend = None if group is None else dist.get_backend(group)
+        self._letters: Letters | None = None
+        if self.group is not None and self.workers > 1 and backend == "gloo":
+            self._letters = Letters(self.group)
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._queue: queue.SimpleQueue[_Running | _Flush | _Stop] = queue.SimpleQueue()
         self._active: list[_Running] = []
@@ -124,7 +127,12 @@ class Conductor:
         self._stop: Callable[[], object] | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def submit(self, exchange: Exchange, phase: str, value: Tensor) -> Future[Tensor]:
+    @property
+    def writes_letters(self) -> bool:
+        """Whether it can answer for the means of many parts at once, if they are on the CPU."""
+        return self._letters is not None
+
+    def submit(self, exchange: Questions, phase: str, value: Tensor) -> Future[Tensor]:
         """Queue an exchange; when it ends, the future's value is `value`.
 
         All workers must submit the same exchanges in the same order, and `flush` after the last of a batch.
@@ -135,7 +143,7 @@ class Conductor:
 
     def submit_all(
         self,
-        exchanges: Sequence[Exchange],
+        exchanges: Sequence[Questions],
         phase: str,
         values: Sequence[Tensor],
         futures: Sequence[Future[Tensor]],
@@ -161,7 +169,7 @@ class Conductor:
         if not self._inline:
             self._queue.put(_Flush())
 
-    def run(self, exchange: Exchange, phase: str) -> Averaged:
+    def run(self, exchange: Questions, phase: str) -> Averaged:
         """Run one exchange to its end, and wait for it."""
         nothing = torch.empty(0)
         running = _Running(exchange, _Promise([nothing], [new_future(nothing)], 1), phase, self.ledger.step)
@@ -181,6 +189,8 @@ class Conductor:
         """Leave what is under way behind, for workers that cannot answer any more."""
         if self.patience is not None:
             self.patience.give_up()
+        if self._letters is not None:
+            self._letters.give_up()
         self.close()
 
     def _ensure_thread(self) -> None:
@@ -232,6 +242,8 @@ class Conductor:
             action(running)
         except Exception as error:
             self.broken = error
+            if self._letters is not None:
+                self._letters.give_up()
             for each in [running, *self._active]:
                 each.ended = True
                 each.promise.fail(error)
@@ -260,7 +272,7 @@ class Conductor:
             what = f"step {running.step}, {running.phase} among {self.workers} workers ({self.level})"
             self.patience.wait(running.work, what)
 
-    def _ask(self, running: _Running, proceed: Callable[[], Request]) -> None:
+    def _ask(self, running: _Running, proceed: Callable[[], Question]) -> None:
         try:
             request = proceed()
         except StopIteration as stop:
@@ -276,8 +288,7 @@ class Conductor:
             running.work = next(running.answering)
             return
         # Answered without the network: a world of one.
-        answer = request.x if isinstance(request, Mean) else request.x[None]
-        self._ask(running, lambda: running.exchange.send(answer))
+        self._ask(running, lambda: running.exchange.send(_alone(request)))
 
     def _record(self, running: _Running) -> None:
         assert running.request is not None
@@ -292,25 +303,22 @@ class Conductor:
             seconds=time.perf_counter() - running.launched_s,
         )
 
-    def answer(self, request: Request) -> Generator[Any, None, Tensor]:
+    def answer(self, request: Question) -> Generator[Any, None, Tensor]:
         """Launch the collectives that answer `request`, one after the other, and return the answer."""
         if self.workers == 1:
-            return request.x
+            return _alone(request)
         if isinstance(request, Gather):
             return (yield from self._gather(request.x))
-        if request.wide and not self._sums_exactly(request.x.dtype):
+        if isinstance(request, Means):
+            assert self._letters is not None
+            yield self._letters.average(request.parts, None if self.patience is None else self.patience.limit_s)
+            return torch.empty(0)
+        if request.wide and not sums_exactly(request.x.dtype, self.workers):
             return (yield from self._wide_mean(request.x))
         x = request.x.contiguous()
         x.div_(self.workers)  # before the sum, so that nothing overflows
         yield dist.all_reduce(x, group=self.group, async_op=True)
         return x
-
-    def _sums_exactly(self, dtype: torch.dtype) -> bool:
-        """Whether equal values survive a plain sum in any order: up to 4 terms do, but 3; from 5 on they round.
-
-        Subnormal numbers, below 1e-38, may lose their last bit.
-        """
-        return dtype in (torch.float32, torch.float64) and self.workers in (2, 4)
 
     def _gather(self, x: Tensor) -> Generator[Any, None, Tensor]:
         out = x.new_empty((self.workers, *x.shape))
@@ -320,107 +328,29 @@ class Conductor:
     def _wide_mean(self, x: Tensor) -> Generator[Any, None, Tensor]:
         """Reduce-scatter by hand, summing so that equal stays equal, then all-gather: a ring all-reduce's bytes."""
         flat = x.reshape(-1)
-        if flat.nbytes >= _BY_LETTER and flat.device.type == "cpu" and dist.get_backend(self.group) == "gloo":
-            return (yield from self._wide_mean_by_letters(flat)).view(x.shape)
+        if self._letters is not None and flat.nbytes >= _BY_LETTER and flat.device.type == "cpu":
+            yield from self.answer(Means([Whole(flat)]))
+            return flat.view(x.shape)
         share = -(-flat.numel() // self.workers)  # rounded up
         padded = flat.new_zeros(self.workers * share)
         padded[: flat.numel()] = flat
         pieces = torch.empty_like(padded)
         yield dist.all_to_all_single(_as_bytes(pieces), _as_bytes(padded), group=self.group, async_op=True)
-        mean = _mean(pieces.view(self.workers, share).unbind()).to(x.dtype)
+        mine = mean(pieces.view(self.workers, share).unbind()).to(x.dtype)
         rows = list(_as_bytes(padded).view(self.workers, -1).unbind())
-        yield dist.all_gather(rows, _as_bytes(mean), group=self.group, async_op=True)
+        yield dist.all_gather(rows, _as_bytes(mine), group=self.group, async_op=True)
         return padded[: flat.numel()].view(x.shape)
 
-    def _wide_mean_by_letters(self, flat: Tensor) -> Generator[Any, None, Tensor]:
-        """Do the same from and to the memory of `flat` itself, worker to worker.
 
-        gloo's collectives would have it padded, and copy it once more on either side; this needs less than one more
-        `flat`, for what the others say of this worker's share.
-        """
-        assert self.group is not None
-        me, others = self.group.rank(), [w for w in range(self.workers) if w != self.group.rank()]
-        shares = list(flat.tensor_split(self.workers))
-        heard = [shares[me] if worker == me else torch.empty_like(shares[me]) for worker in range(self.workers)]
-        yield self._letters({w: shares[w] for w in others}, {w: heard[w] for w in others})
-        for at in range(0, shares[me].numel(), _IN_CACHE):
-            part = slice(at, at + _IN_CACHE)
-            shares[me][part] = _mean([row[part] for row in heard])
-        del heard
-        yield self._letters(dict.fromkeys(others, shares[me]), {w: shares[w] for w in others})
-        return flat
-
-    def _letters(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> _Works:
-        """Send and receive a tensor a worker; gloo matches those of one pair of workers in the order of posting."""
-        sent = [dist.isend(t, group=self.group, tag=_TAG, group_dst=w) for w, t in outgoing.items()]
-        received = [dist.irecv(t, group=self.group, tag=_TAG, group_src=w) for w, t in incoming.items()]
-        limit_s = None if self.patience is None else self.patience.limit_s
-        return _Works([*sent, *received], limit_s)
+def _alone(request: Question) -> Tensor:
+    """Answer without the network, in a world of one."""
+    if isinstance(request, Means):
+        return torch.empty(0)
+    return request.x if isinstance(request, Mean) else request.x[None]
 
 
 _BY_LETTER = 1 << 20
 """From this many bytes on, memory costs more than the calls for each pair of workers do."""
-
-_IN_CACHE = 1 << 17
-"""Elements that are averaged at a time: few enough to stay in a core's cache from the first pass to the last."""
-
-_TAG = 0x6C61636F
-"""What our letters are marked with, so that a user's own on the same group are not taken for them."""
-
-
-@dataclass(eq=False)
-class _Works:
-    """Several works that are waited for as one.
-
-    A letter cannot be waited for in slices: gloo cuts the connection when time is up. So a thread waits for all of it.
-    """
-
-    works: Sequence[Any]
-    limit_s: float | None
-    _end: concurrent.futures.Future[Any] | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait for all, or for so long."""
-        if timeout is None:
-            self._wait_for_all()
-            return
-        if self._end is None:
-            self._end = aside(self._wait_for_all)
-        try:
-            self._end.result(timeout.total_seconds())
-        except TimeoutError:
-            raise RuntimeError("the letters are still on their way") from None
-
-    def is_completed(self) -> bool:
-        """Whether all have ended, well or not."""
-        return self._end is not None and self._end.done()
-
-    def _wait_for_all(self) -> None:
-        for work in self.works:
-            # A little longer than anyone is waiting: whoever gave up has done so by then.
-            work.wait() if self.limit_s is None else work.wait(timedelta(seconds=self.limit_s + 5))
-
-
-def _mean(rows: Sequence[Tensor]) -> Tensor:
-    """Average rows by their distances from the first: where all are equal, the mean is exactly that.
-
-    In fp32 at least, and without rounding where the sum needs none. Integers are rounded to the nearest.
-    """
-    kind = rows[0].dtype
-    if not (kind.is_floating_point or kind.is_complex):
-        first, *others = [row.long() for row in rows]
-        return first + (torch.stack(others).sub_(first).sum(0).double() / len(rows)).round_().long()
-    if kind.itemsize < 4:
-        rows = [row.float() for row in rows]
-    first, *others = rows
-    off = first - others[0]
-    for other in others[1:]:
-        off += first - other
-    mean = torch.sub(first, off, alpha=1 / len(rows))  # a difference, for a sum would make 0.0 of -0.0
-    if mean.device.type == "cpu" and bool(mean.sum().isfinite()):
-        return mean
-    # Infinities have no distance, and that of huge numbers may overflow: these are averaged term by term.
-    return torch.where(mean.isfinite(), mean, torch.stack([row / len(rows) for row in rows]).sum(0))
 
 
 def _as_bytes(x: Tensor) -> Tensor:

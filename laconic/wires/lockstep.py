@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from laconic.ledger import Ledger
-from laconic.wires.wire import Averaged, Exchange, Mean, Request, describe, operation, payload_bytes
+from laconic.wires.wire import Averaged, Mean, Means, Question, Questions, describe, operation, payload_bytes
 
 
 class DivergedError(RuntimeError):
     """Workers of one group asked the network for different things."""
 
 
-def lockstep(exchanges: Sequence[Exchange], ledger: Ledger | None = None, phase: str = "test") -> list[Averaged]:
+def lockstep(exchanges: Sequence[Questions], ledger: Ledger | None = None, phase: str = "test") -> list[Averaged]:
     """Run one exchange a worker to its end and return what each worker got.
 
     `ledger` records what worker 0 would have sent.
@@ -46,7 +46,7 @@ def lockstep(exchanges: Sequence[Exchange], ledger: Ledger | None = None, phase:
         answers = list(_answer(pending))
 
 
-def _advance(exchange: Exchange, answer: Tensor | None) -> Request | Averaged:
+def _advance(exchange: Questions, answer: Tensor | None) -> Question | Averaged:
     try:
         return next(exchange) if answer is None else exchange.send(answer)
     except StopIteration as stop:
@@ -54,22 +54,33 @@ def _advance(exchange: Exchange, answer: Tensor | None) -> Request | Averaged:
         return result
 
 
-def _answer(requests: list[Request]) -> list[Tensor]:
-    xs = torch.stack([request.x for request in requests])
-    if not isinstance(requests[0], Mean):
-        return [xs.clone() for _ in requests]
-    # Distances from the first, in float64: equal inputs come back unchanged, and half precision loses nothing.
+def _answer(requests: list[Question]) -> list[Tensor]:
+    if isinstance(requests[0], Means):
+        for parts in zip(*(request.parts for request in requests if isinstance(request, Means)), strict=True):
+            flats = [part.open() for part in parts]
+            mean = _mean(torch.stack(flats))
+            for part, flat in zip(parts, flats, strict=True):
+                part.close(flat.copy_(mean))
+        return [torch.empty(0) for _ in requests]
+    xs = torch.stack([request.x for request in requests if not isinstance(request, Means)])
+    answer = _mean(xs) if isinstance(requests[0], Mean) else xs
+    return [answer.clone() for _ in requests]
+
+
+def _mean(xs: Tensor) -> Tensor:
+    """Average by distances from the first, in float64: equal inputs come back, and half precision loses nothing."""
     first = xs[0].double()
-    mean = (first + (xs.double() - first).mean(0)).to(xs.dtype)
-    return [mean.clone() for _ in requests]
+    return (first + (xs.double() - first).mean(0)).to(xs.dtype)
 
 
-def _how(request: Request) -> str:
-    return ", summed wide" if isinstance(request, Mean) and request.wide else ""
+def _how(request: Question) -> str:
+    if isinstance(request, Means):
+        return ""
+    return f" in {request.x.dtype}" + (", summed wide" if isinstance(request, Mean) and request.wide else "")
 
 
-def _check_same(requests: Sequence[Request | Averaged], round_: int) -> None:
-    words = ["the end" if isinstance(r, Averaged) else f"{describe(r)} in {r.x.dtype}{_how(r)}" for r in requests]
+def _check_same(requests: Sequence[Question | Averaged], round_: int) -> None:
+    words = ["the end" if isinstance(r, Averaged) else f"{describe(r)}{_how(r)}" for r in requests]
     counts = Counter(words)
     if len(counts) == 1:
         return

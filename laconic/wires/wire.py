@@ -7,9 +7,10 @@ or nobody at all (`dry.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,7 +41,75 @@ class Gather:
     x: Tensor
 
 
+class Part(Protocol):
+    """Numbers of one dtype that travel together."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What they are."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """How much travels."""
+        ...
+
+    def open(self) -> Tensor:
+        """Return them as one flat tensor: in their own memory, or in a copy."""
+        ...
+
+    def is_copy(self, flat: Tensor) -> bool:
+        """Whether what `open` returned is a copy."""
+        ...
+
+    def close(self, mean: Tensor) -> None:
+        """Take the mean, in the memory that `open` returned."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A part that is one flat tensor, averaged where it is."""
+
+    x: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it holds."""
+        return self.x.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """How much travels."""
+        return self.x.nbytes
+
+    def open(self) -> Tensor:
+        """Return it."""
+        return self.x
+
+    def is_copy(self, flat: Tensor) -> bool:
+        """Say no."""
+        return False
+
+    def close(self, mean: Tensor) -> None:
+        """Do nothing: the mean is there."""
+
+
+@dataclass(frozen=True, eq=False)
+class Means:
+    """The means of many parts over all workers, each closed with its own. The answer is empty.
+
+    Workers with equal values get exactly these values back.
+    """
+
+    parts: Sequence[Part]
+
+
 Request: TypeAlias = Mean | Gather
+"""What a codec asks."""
+
+Question: TypeAlias = Request | Means
+"""What a wire is asked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,25 +128,41 @@ class Averaged:
 
 
 Exchange: TypeAlias = Generator[Request, Tensor, Averaged]
+Questions: TypeAlias = Generator[Question, Tensor, Averaged]
+"""An exchange, or one that asks for more than codecs do."""
 
 
-def describe(request: Request) -> str:
+def describe(request: Question) -> str:
     """Name a request the way that errors print it.
 
     >>> describe(Mean(torch.zeros(12, 8)))
     'Mean[12, 8]'
     """
+    if isinstance(request, Means):
+        return f"Means[{len(request.parts)} parts, {payload_bytes(request)} bytes]"
     return f"{type(request).__name__}{list(request.x.shape)}"
 
 
-def operation(request: Request) -> str:
+def operation(request: Question) -> str:
     """Name the collective that answers `request`, as the ledger calls it."""
-    return "all_reduce" if isinstance(request, Mean) else "all_gather"
+    return "all_gather" if isinstance(request, Gather) else "all_reduce"
 
 
-def payload_bytes(request: Request) -> int:
+def payload_bytes(request: Question) -> int:
     """Count the bytes that one worker hands to the collective."""
+    if isinstance(request, Means):
+        return sum(part.nbytes for part in request.parts)
     return request.x.numel() * request.x.element_size()
+
+
+def is_finite(x: Tensor) -> bool:
+    """Tell whether a tensor holds neither NaN nor Inf, in one pass, and wait for it.
+
+    >>> is_finite(torch.full((2,), 3e38)), is_finite(torch.tensor([1.0, torch.nan]))
+    (True, False)
+    """
+    total: float = x.sum(dtype=torch.float32 if x.element_size() < 4 else None).item()
+    return math.isfinite(total) or bool(x.isfinite().all())
 
 
 def all_finite(tensors: Mapping[str, Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from laconic.wires.group import Conductor
-from laconic.wires.wire import Request
+from laconic.wires.wire import Question, payload_bytes
 from tests.cluster.models import batch, mlp, weights
 from tests.faults.survivors import die, run_survivors, stand_still
 
@@ -67,8 +67,8 @@ def _die_in_the_round() -> None:
 def _when_the_large_collective_is_due(act: Callable[[], None]) -> None:
     answer = Conductor.answer
 
-    def last_words(self: Conductor, request: Request) -> Any:
-        if request.x.numel() > 100:
+    def last_words(self: Conductor, request: Question) -> Any:
+        if payload_bytes(request) > 400:
             act()
         return answer(self, request)
 

@@ -69,6 +69,30 @@ def test_one_bad_gradient(text, wrapped, policy):
         assert f"[{SICK}]" in said
 
 
+def _one_parameter(worker: int, text: str, wrapped: bool) -> tuple[str, bool]:
+    """Let one worker's gradient of one parameter be NaN, neither the first nor the last."""
+    said = _listen()
+    module = mlp()
+    model = DDP(module) if wrapped else module
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if worker == SICK:
+        module[2].weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), torch.nan))
+    before = weights(module)
+    with laconic.attach(laconic.plan(text), model, optimizer):
+        x, y = batch(worker, 1)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return " ".join(said), torch.equal(weights(module), before)
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
+@pytest.mark.parametrize("text", ["ddp()", "power_sgd(rank=1)", "Plan(codec=Cast('bf16'))"])
+def test_the_parameter_that_is_named_is_the_culprits_own(text, wrapped):
+    for said, stood_still in run_workers(_one_parameter, 2, (text, wrapped)):
+        assert f"worker {SICK} brought NaN or Inf, in 2.weight. No worker steps" in said
+        assert stood_still
+
+
 def test_without_the_sick_worker_the_mean_is_that_of_the_others():
     (trace, _), *_ = run_workers(_gradients, 3, ("ddp()", True, "exclude"))
     alone = mlp()
