@@ -119,13 +119,13 @@ def test_torchrun_names_the_run_and_the_worker(monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "job-7", "LOCAL_RANK": "2", "RANK": "5"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("socket.gethostname", lambda: "_node a.example")
-    parent = 77  # the tests' own may be gone, too
-    monkeypatch.setattr("os.getppid", lambda: parent)
+    parents = [77]  # the tests' own may be gone
+    monkeypatch.setattr("os.getppid", lambda: parents[-1])
     world = elastic.join(HashStore())
     assert repr(world) == "<World 'job-7' as worker 'node-a.example-77-2'>"
-    assert not world.orphaned
-    parent = 1
-    assert world.orphaned
+    before = world.orphaned
+    parents.append(1)
+    assert (before, world.orphaned) == (False, True)
     world.leave()
     by_name = elastic.join(HashStore(), run="mine", id=3)
     assert repr(by_name) == "<World 'mine' as worker '3'>" and not by_name.orphaned

@@ -76,7 +76,7 @@ def _one_parameter(worker: int, text: str, wrapped: bool) -> tuple[str, bool]:
     model = DDP(module) if wrapped else module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if worker == SICK:
-        module[2].weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), torch.nan))
+        module.get_parameter("2.weight").register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), torch.nan))
     before = weights(module)
     with laconic.attach(laconic.plan(text), model, optimizer):
         x, y = batch(worker, 1)
