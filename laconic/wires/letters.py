@@ -56,13 +56,15 @@ class Letters:
         limit = None if limit_s is None else timedelta(seconds=limit_s + 5)
         before = self._last
 
+        post = _Post(self, limit)
+
         def deliver() -> None:
             if before is not None:
                 before.result()  # letters of two at once could be taken for each other's
-            _Post(self, limit).deliver(parts)
+            post.deliver(parts)
 
         self._last = aside(deliver)
-        return Correspondence(self._last)
+        return Correspondence(self._last, post)
 
     def give_up(self) -> None:
         """From now on nothing that was averaged is changed by this worker, whatever still comes."""
@@ -93,6 +95,12 @@ class Correspondence:
     """
 
     _end: concurrent.futures.Future[Any]
+    _post: _Post
+
+    @property
+    def come(self) -> int:
+        """How many letters have come so far."""
+        return self._post.come
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait for all, or for so long."""
@@ -131,6 +139,7 @@ class _Post:
         self._averaged: deque[_OnItsWay] = deque()
         self._room: list[list[Tensor]] = []
         self._copies = 0
+        self.come = 0
 
     def deliver(self, parts: Sequence[Part]) -> None:
         """Average all parts."""
@@ -195,6 +204,7 @@ class _Post:
     def _wait(self, works: Iterable[Any]) -> None:
         for work in works:
             work.wait() if self._limit is None else work.wait(self._limit)
+            self.come += 1
 
 
 def in_groups(parts: Iterable[Part], cap_bytes: int) -> Iterator[list[Part]]:

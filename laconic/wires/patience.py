@@ -86,7 +86,7 @@ class Patience:
 
     def wait(self, work: Work, what: str) -> None:
         """Wait for a collective; `what` says which one, for the error."""
-        begun = time.monotonic()
+        begun, come = time.monotonic(), _come(work)
         while True:
             try:
                 if ended(work):
@@ -95,6 +95,9 @@ class Patience:
             except RuntimeError as error:
                 self._sound_alarm(what)
                 raise self._lost(what, f"the connection broke ({_first_line(error)})") from error
+            if _come(work) != come:  # of many parts, each has its time
+                self._measured.append(time.monotonic() - begun)
+                begun, come = time.monotonic(), _come(work)
             waited = time.monotonic() - begun
             if self._given_up:
                 raise LostWorkerError(f"{what} was abandoned.", [])
@@ -150,6 +153,12 @@ class Patience:
             with contextlib.suppress(Late):
                 return answer.result(STORE_S)
         raise RuntimeError(f"the store has not answered for {STORE_S:g} s.")
+
+
+def _come(work: Work) -> int:
+    """How many parts of a collective have come, where it has several."""
+    come: int = getattr(work, "come", 0)
+    return come
 
 
 def aside(call: Callable[[], Any]) -> Future[Any]:

@@ -11,8 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import laconic
-from laconic.elastic.parts import parts_of
 from tests.faults.chaos import Crowd, Job, replay
 
 FOUR = ("0", "1", "2", "3")
@@ -232,12 +230,3 @@ def test_with_a_fault_every_5_5_steps_at_least_82_percent_of_steps_commit(tmp_pa
         tried = {tuple(line["tried"]) for line in crowd.lines() if "tried" in line}
         assert len(rounds) == 66
         assert 66 / len(tried) >= 0.82, (len(tried), faults)
-
-
-def test_weights_are_averaged_in_copies():
-    """What a worker that was given up says later may be written where it was expected: not into the weights."""
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.attach(laconic.post_local_sgd(period=2), model, optimizer) as talk:
-        parts_of(talk, model, optimizer, None)
-        assert talk._rounds.commit == "atomic"

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 import laconic
 from laconic import elastic
 from laconic.elastic.members import Meetings, Members, Rules, Seat
+from laconic.elastic.parts import parts_of
 from laconic.elastic.snapshot import Snapshot, receive, send
 from laconic.elastic.store import BoundedStore
 from laconic.elastic.watch import Watch
@@ -211,3 +212,12 @@ def test_an_error_of_the_body_is_the_users():
     with pytest.raises(ZeroDivisionError):
         train()
     assert not dist.is_initialized()
+
+
+def test_weights_are_averaged_in_copies():
+    """What a worker that was given up says later may be written where it was expected: not into the weights."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with laconic.attach(laconic.post_local_sgd(period=2), model, optimizer) as talk:
+        parts_of(talk, model, optimizer, None)
+        assert talk._rounds.commit == "atomic"

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
+from laconic import averaging
+from laconic.wires import letters
 from laconic.wires.group import Conductor
 from laconic.wires.wire import Question, payload_bytes
 from tests.cluster.models import batch, mlp, weights
@@ -41,7 +43,7 @@ def _until_lost(
     laconic.attach(laconic.plan(text), model, optimizer, patience_s=2, **options)
     for step in range(1, 50):
         if worker == LOST and step == AT:
-            {"dies": die, "stands still": stand_still, "dies in it": _die_in_the_round}[how]()
+            {"dies": die, "stands still": stand_still, "dies in it": _die_in_the_round}.get(how, int)()
         x, y = batch(worker, step, width=64)
         F.cross_entropy(model(x), y).backward()
         stepped[:] = [weights(module)]
@@ -106,6 +108,30 @@ def test_an_atomic_round_leaves_the_weights_as_they_were_before_it(text, how, wo
     for _, missing, _, before, after in results.values():
         assert missing == [LOST]
         assert torch.equal(before, after)
+
+
+def _lost_in_letters(worker: int, how: str) -> tuple[str, list[int]]:
+    """Weights that travel worker to worker, though they are few; and one worker that is lost half-way."""
+    averaging.LARGE, letters.GROUP, letters.ROOM = 1_000, 4_000, 8_000
+    answer, left = letters._Post._answer_oldest, iter(range(13))  # of several groups in a round
+
+    def last_words(self: letters._Post) -> None:
+        if next(left, None) is None:
+            {"dies": die, "stands still": stand_still}[how]()
+        answer(self)
+
+    if worker == LOST:
+        letters._Post._answer_oldest = last_words  # type: ignore[method-assign]
+    said, missing, *_ = _until_lost(worker, "post_local_sgd(period=4)", False, "nothing happens", {})
+    return said, missing
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.parametrize("how", ["dies", "stands still"])
+def test_a_worker_that_is_lost_among_letters_is_named(how, workers):
+    for said, missing in run_survivors(_lost_in_letters, workers, LOST, (how,)).values():
+        assert missing == [LOST], said
+        assert ", weights among" in said and f"worker {LOST} did not answer" in said
 
 
 def _called_off(worker: int) -> tuple[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -31,6 +32,24 @@ class Work(dist.Work):
         return self.waits > 0
 
 
+class Parts(Work):
+    """A collective of ten parts, each of which takes 0.15 s to come, if any comes."""
+
+    def __init__(self, any_comes: bool) -> None:
+        super().__init__(None)
+        self.any_comes, self.come = any_comes, 0
+
+    def wait(self, timeout: timedelta = SLICE) -> bool:
+        time.sleep(0.15)
+        self.come += self.any_comes
+        if self.come < 10:
+            raise RuntimeError("still on their way")
+        return True
+
+    def is_completed(self) -> bool:
+        return self.come >= 10
+
+
 @pytest.fixture
 def patience() -> Iterator[Patience]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -48,3 +67,15 @@ def test_a_collective_that_ends_just_after_its_slice_has_ended_well(patience):
 def test_one_that_broke_just_after_its_slice_is_told_with_its_own_error(patience):
     with pytest.raises(LostWorkerError, match=r"step 1: the connection broke \(Connection closed by peer\)"):
         patience.wait(Work("Connection closed by peer"), "step 1")
+
+
+def test_of_many_parts_each_has_its_time():
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    patience = Patience(dist.group.WORLD, limit_s=1.0)
+    work = Parts(any_comes=True)
+    patience.wait(work, "step 1")
+    assert work.come == 10
+    with pytest.raises(LostWorkerError, match="nothing came for"):
+        patience.wait(Parts(any_comes=False), "step 2")
+    dist.destroy_process_group()
