@@ -1,13 +1,17 @@
 """What `power_sgd(rank=4)` adds to a training step of a real model: a GPT of 355 M parameters on one GPU.
 
     python benchmarks/gpt_step.py
+    python benchmarks/gpt_step.py --checks    # instead, what it costs to know of NaN and Inf
 
-bf16 autocast, AdamW, one worker over NCCL; beside it DDP with a hook that does nothing, before and after.
+bf16 autocast, AdamW, one worker over NCCL; beside it DDP with a hook that does nothing, before and after. The checks
+are switched in one training, by stretches of 8 steps in random order: off, waited for in each step, told a step later.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
+import random
 import statistics
 import sys
 import time
@@ -26,6 +30,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import laconic
 
 VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 50257, 1024, 24, 16, 1024, 32
+
+
+SIZES = [(24, 1024, 1024, 32), (24, 1024, 1024, 4), (12, 768, 1024, 8), (6, 256, 256, 4)]
+"""Layers, width, context and batch, for the checks: from a GPU that is busy to one that waits for its host."""
 
 
 class Block(nn.Module):
@@ -88,7 +96,58 @@ def ours(ddp: DDP, optimizer: torch.optim.Optimizer) -> laconic.Talk:
     return talk
 
 
+def checks(plan: str, sizes: tuple[int, int, int, int]) -> str:
+    """What it adds to a step to look for NaN, waited for or not."""
+    global LAYERS, WIDTH, HEADS, CONTEXT
+    LAYERS, WIDTH, CONTEXT, batch = sizes
+    HEADS = WIDTH // 64
+    ddp = DDP(GPT().cuda(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-5, fused=True)
+    talk = laconic.attach(laconic.plan(plan), ddp, optimizer)
+    talk._replica.solo_exact = False
+    guard = talk._replica.guard
+    text = torch.randint(0, VOCABULARY, (batch, CONTEXT + 1), device="cuda")
+
+    def stretch(mode: str) -> float:
+        guard.policy, guard.late = "ignore" if mode == "off" else "skip", mode == "late"
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(8):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = F.cross_entropy(ddp(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / 8
+
+    times: dict[str, list[float]] = {"off": [], "waited for": [], "late": []}
+    for turn in range(16):
+        for mode in random.sample(list(times), 3):
+            seconds = stretch(mode)
+            if turn >= 2:  # warm by then
+                times[mode].append(seconds)
+    talk.detach()
+    off, waited, late = (statistics.median(each) for each in times.values())
+    millions = sum(p.numel() for p in ddp.parameters()) / 1e6
+    return (
+        f"{plan:<18} {millions:4.0f} M, batch {batch:2}, context {CONTEXT:4}: {1e3 * off:6.1f} ms a step, "
+        f"waited for {100 * (waited / off - 1):+.1f}%, late {100 * (late / off - 1):+.1f}%"
+    )
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checks", action="store_true")
+    if parser.parse_args().checks:
+        dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
+        for plan in ("ddp()", "power_sgd(rank=4)"):
+            for sizes in SIZES:
+                print(checks(plan, sizes), flush=True)
+                gc.collect()
+                torch.cuda.empty_cache()
+        dist.destroy_process_group()
+        return
     dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
     results = {}
     for name, put in (("no-op", nothing), ("power_sgd(rank=4)", ours), ("no-op again", nothing)):

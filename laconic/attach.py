@@ -33,7 +33,7 @@ from laconic.ledger import Ledger
 from laconic.plans import Plan
 from laconic.replica import Replica, fresh_state
 from laconic.rounds import Anchors, Commit, Rounds
-from laconic.scaling import LossScaling
+from laconic.scaling import LossScaling, skips_by_itself
 from laconic.schedules import Pace, Payload, Turn
 from laconic.sharded import Sharded, check_sharded, check_sharded_plan, replicas_of
 from laconic.starting import check_arguments, facts_of, group_of, start_alike
@@ -81,7 +81,8 @@ def attach(
     at the start are reported; with `sync_initial=True` all take the first worker's without a word, as those of a bare
     module do in any case, and with False it is an error. `nonfinite` says what NaN or Inf on one worker leads to:
     "skip" (nobody steps; in a round of weights, it adopts the others' mean), "exclude" (average without it), "raise" or
-    "ignore". The default is "skip" on the CPU, and "ignore" on a GPU, which would have to be waited for in every step.
+    "ignore". The default is "skip"; on a GPU only with fused optimizers, which skip by themselves, and the culprit is
+    named a step later. With others, and for sharded models, it would have to be waited for in each step: "ignore".
     Every `verify_every` rounds (a step that averages gradients is one) the workers' weights are compared bit for bit;
     by default every round of weights and every 100 steps of gradients, with 0 never.
     """
@@ -100,10 +101,13 @@ class Options:
     nonfinite: NonFinite | None = None
     verify_every: int | None = None
 
-    def nonfinite_in(self, model: nn.Module) -> NonFinite:
-        """Tell what NaN leads to in this model: on a GPU, to know of it would mean to wait for it in every step."""
-        on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-        return self.nonfinite or ("skip" if on_cpu else "ignore")
+    def nonfinite_in(self, model: nn.Module, can_be_late: bool) -> NonFinite:
+        """Tell what NaN leads to in this model: on a GPU, to know of it may mean to wait for it in every step."""
+        return self.nonfinite or ("skip" if can_be_late or _on_cpu(model) else "ignore")
+
+
+def _on_cpu(model: nn.Module) -> bool:
+    return all(p.device.type == "cpu" for p in model.parameters())
 
 
 class Talk:
@@ -135,9 +139,12 @@ class Talk:
         check_sharded(model, self._units, plan, whole)
         self._patience_s = options.patience_s
         self._levels = Levels(plan.levels, whole, self.ledger, levels, options.patience_s)
-        policy = options.nonfinite_in(model)
+        can_be_late = not self._units and not _on_cpu(model) and all(map(skips_by_itself, optimizers))
+        policy = options.nonfinite_in(model, can_be_late)
         self._divergence = Divergence(options.verify_every)
-        self._replica = Replica(ddp.module if ddp else model, self._levels, policy)
+        self._replica = Replica(
+            ddp.module if ddp else model, self._levels, policy, late=can_be_late and policy == "skip"
+        )
         self._rounds = Rounds(self._replica, optimizers, options.commit, options.anchors, policy)
         agree(self._levels.world, "what is attached", facts_of(plan, self._replica, model, options.commit))
         self._levels.prepare(plan.levels)
@@ -377,8 +384,15 @@ class Talk:
 
     def _leave_out_if_spoiled(self) -> None:
         assert self._gradient is not None
+        guard = self._replica.guard
+        guard.tell(self._replica.originals)
         if any(scaling.scaled for scaling in self._scalings):
-            self._replica.guard.forget()  # the GradScaler decides
+            guard.forget()  # the GradScaler decides
+            return
+        if guard.late:
+            verdict = self._replica.verdict(self._gradient.level, self.step + 1)
+            for scaling in self._scalings:
+                scaling.leave_out_if(verdict)
             return
         averaged, self._gradients_ready = self._gradients_ready, False  # whoever catches the error begins anew
         if self._replica.spoiled(self._gradient.level, self.step + 1):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -155,15 +155,35 @@ class _Seen:
     """For each message of an exchange, in order: the parameter in which this worker was the first to spoil it, "" where
     none can be named, None if it was finite. On CUDA, whether it was finite, as a tensor that nobody waits for."""
     mean: Tensor | bool
+    of: str
+    """The parameters that it was about, the first and the last."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Later:
+    """What is still to be told of a step, when the device has come so far."""
+
+    conductor: Conductor
+    step: int
+    seen: list[_Seen]
+    of: list[str]
+    fine: Tensor
+    """On the host: whether the mean gradients of these parameters are finite."""
+    ready: torch.cuda.Event | None
 
 
 class GradientGuard:
     """Watches the gradients of one step: this worker's own words, and the means."""
 
-    def __init__(self, policy: NonFinite) -> None:
+    def __init__(self, policy: NonFinite, late: bool = False) -> None:
         check_policy(policy)
         self.policy: NonFinite = policy
+        self.late = late
+        """Whether nobody waits for the verdict: optimizers carry it out where it is, and it is told a step later."""
         self._seen: list[_Seen] = []
+        self._later: _Later | None = None
+        self._closely = False
+        """Whether a late verdict looks at each parameter, as it does when one was not finite before: it takes long."""
 
     def watched(self, tensors: Mapping[str, Tensor], average: Callable[[], Exchange]) -> Exchange:
         """Average through `average`, and note what was finite."""
@@ -183,12 +203,14 @@ class GradientGuard:
             for t in end.mean.values():
                 t.mul_(1 / share if share else torch.nan)
             logger.warning("gradients: %.0f%% of the workers brought NaN or Inf, and were left out.", 100 * (1 - share))
-        self._seen.append(_Seen(said, all(heard) if len(heard) == len(said) else end.finite()))
+        self._seen.append(
+            _Seen(said, all(heard) if len(heard) == len(said) else end.finite(), _first_and_last(tensors))
+        )
         return end
 
     def forget(self) -> None:
         """Drop what was noted."""
-        self._seen = []
+        self._seen, self._later = [], None
 
     def spoiled(self, conductor: Conductor, grads: Callable[[], Grads], step: int) -> bool:
         """Tell whether this step's mean gradients are not finite, on every worker alike; name who spoiled them.
@@ -199,18 +221,65 @@ class GradientGuard:
         if _all_true([each.mean for each in seen]):
             return False
         now = grads()
-        order = {name: place for place, name in enumerate(now, start=2)}
-        own = [_code(flag, order) for each in seen for flag in each.own]
-        rows = gathered(conductor, torch.tensor(own)).split([len(each.own) for each in seen], dim=1)
-        culprits = [found for row in rows for found in _culprits(row)]
-        bad = sorted({worker for worker, _ in culprits})
-        places = {place for _, place in culprits}
-        where = next((name for name, place in order.items() if place in places), None) or _first_bad(now)
-        message = f"step {step}: {names(bad)} brought NaN or Inf, in {where or 'no single parameter'}"
+        bad, where = _who_and_where(conductor, seen, list(now))
+        message = (
+            f"step {step}: {names(bad)} brought NaN or Inf, in {where or _first_bad(now) or 'no single parameter'}"
+        )
         if self.policy == "raise":
             raise NonFiniteError(f"{message}. No worker has stepped.", bad)
         logger.warning("%s. No worker steps, and no codec remembers it.", message)
         return True
+
+    def verdict(self, conductor: Conductor, grads: Mapping[str, Tensor], step: int) -> Tensor | None:
+        """Say 1.0 if this step's mean gradients are not finite, in a tensor that is not waited for."""
+        seen, self._seen = self._seen, []
+        if not seen or not grads:
+            return None
+        if self._closely:
+            fine, of = torch.stack(torch._foreach_norm(list(grads.values()), 1)).isfinite(), list(grads)
+        else:
+            where = next(iter(grads.values())).device
+            fine, of = torch.stack([torch.as_tensor(e.mean, device=where) for e in seen]), [e.of for e in seen]
+        ready = None
+        here = torch.empty(fine.shape, dtype=torch.bool, pin_memory=fine.is_cuda).copy_(fine, non_blocking=True)
+        if fine.is_cuda:
+            ready = torch.cuda.Event()
+            ready.record()
+        self._later = _Later(conductor, step, seen, of, here, ready)
+        return (~fine.all()).to(torch.float32)
+
+    def tell(self, parameters: Iterable[str]) -> None:
+        """Tell what became of the last step that had a verdict. Every worker calls it after the same step.
+
+        `parameters` are in an order that all workers share.
+        """
+        later, self._later = self._later, None
+        if later is None:
+            return
+        if later.ready is not None:
+            later.ready.synchronize()
+        if bool(later.fine.all()):
+            return
+        self._closely = True
+        bad, where = _who_and_where(later.conductor, later.seen, parameters)
+        where = where or later.of[later.fine.tolist().index(False)]
+        logger.warning(
+            "step %d: %s brought NaN or Inf, in %s. No worker has stepped, and no codec remembers it.",
+            later.step,
+            names(bad),
+            where,
+        )
+
+
+def _who_and_where(conductor: Conductor, seen: Sequence[_Seen], parameters: Iterable[str]) -> tuple[list[int], str]:
+    """Find the workers whose messages were not finite first, and the first parameter that they name, if they do."""
+    order = {name: place for place, name in enumerate(parameters, start=2)}
+    own = [_code(flag, order) for each in seen for flag in each.own]
+    rows = gathered(conductor, torch.tensor(own)).split([len(each.own) for each in seen], dim=1)
+    culprits = [found for row in rows for found in _culprits(row)]
+    places = {place for _, place in culprits}
+    where = next((name for name, place in order.items() if place in places), "")
+    return sorted({worker for worker, _ in culprits}), where
 
 
 def _overheard(
@@ -317,6 +386,11 @@ def different(conductor: Conductor, weights: Mapping[str, Tensor]) -> tuple[list
 def _finite(tensors: Mapping[str, Tensor]) -> Tensor:
     flat = side_by_side(tensors.values())
     return all_finite(tensors if flat is None else {"": flat})
+
+
+def _first_and_last(names: Iterable[str]) -> str:
+    first, *rest = [*names] or [""]
+    return f"one of those from {first} to {rest[-1]}" if rest else first
 
 
 def _first_bad(tensors: Grads) -> str:

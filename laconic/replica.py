@@ -41,9 +41,9 @@ class Replica:
     parameters as the model and the optimizers know them.
     """
 
-    def __init__(self, model: nn.Module, levels: Levels, nonfinite: NonFinite = "ignore") -> None:
+    def __init__(self, model: nn.Module, levels: Levels, nonfinite: NonFinite = "ignore", late: bool = False) -> None:
         self.levels = levels
-        self.guard = GradientGuard(nonfinite)
+        self.guard = GradientGuard(nonfinite, late)
         self.originals = {clean(name): p for name, p in model.named_parameters() if p.requires_grad}
         self.params = {name: local_of(p) for name, p in self.originals.items()}
         self.all_buffers = {f"buffer:{clean(name)}": local_of(b) for name, b in model.named_buffers()}
@@ -119,6 +119,12 @@ class Replica:
         """Average a bucket of gradients, whose memory may be overwritten, under the guard's eyes."""
         chosen = self.routed(codec, conductor)
         return self.guard.watched(bucket, lambda: chosen.average(bucket, self.state["gradient"], reuse=True))
+
+    def verdict(self, level: Level, step: int) -> Tensor | None:
+        """Say the same in a tensor, as 1.0, without waiting for it; `guard.tell` names who it was, later."""
+        grads = {name: p.grad for name, p in self.originals.items() if p.grad is not None}  # none is sharded
+        with torch.no_grad():
+            return self.guard.verdict(self.levels[level], grads, step)
 
     def spoiled(self, level: Level, step: int) -> bool:
         """Tell whether the gradients that were averaged last are of no use; names who spoiled them."""

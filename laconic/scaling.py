@@ -17,14 +17,19 @@ from torch.optim import Optimizer
 _FLAG = "_step_supports_amp_scaling"
 
 
+def skips_by_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is told by a tensor to leave a step out, as fused ones are: they unscale, too."""
+    return bool(getattr(optimizer, _FLAG, False))
+
+
 class LossScaling:
     """Keeps one optimizer's steps in count, whatever a GradScaler finds."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        # Fused optimizers unscale and skip by themselves, and are always called.
-        self._native = bool(getattr(optimizer, _FLAG, False))
+        self._native = skips_by_itself(optimizer)
         self._taken: list[tuple[Tensor, Tensor]] = []
+        self._told = False
 
     def attach(self) -> LossScaling:
         """Begin; return the handle that ends it."""
@@ -66,10 +71,18 @@ class LossScaling:
             self._taken.append((p, p.grad))
             p.grad = None
 
+    def leave_out_if(self, verdict: Tensor | None) -> None:
+        """Let the step that is about to begin change nothing if the verdict is 1.0, wherever that is known."""
+        if verdict is None:
+            return
+        assert self._native
+        self.optimizer.found_inf = verdict  # type: ignore[attr-defined]
+        self._told = True
+
     @property
     def scaled(self) -> bool:
         """Whether a GradScaler drives this step, and decides about overflows."""
-        return getattr(self.optimizer, "found_inf", None) is not None
+        return not self._told and getattr(self.optimizer, "found_inf", None) is not None
 
     def agree(self) -> None:
         """After gradients were averaged: what is not finite now is so on every worker."""
@@ -93,6 +106,8 @@ class LossScaling:
         for p, grad in self._taken:
             p.grad = grad
         self._taken = []
+        if self._told:
+            self.optimizer.found_inf, self._told = None, False  # type: ignore[attr-defined]
 
     def _with_gradient(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+
 import pytest
 import torch
 from torch import Tensor
@@ -54,3 +57,44 @@ def test_anchors_on_the_host_are_the_same_as_on_the_gpu():
     here = run_workers(_train, 2, ("diloco(period=4)", "bare", "cuda", "device"), timeout_s=120)
     there = run_workers(_train, 2, ("diloco(period=4)", "bare", "cuda", "cpu"), timeout_s=120)
     assert_equal_bits([*here, *there])
+
+
+def _spoiled(worker: int, plan: str, kind: str, fused: bool) -> tuple[list[Tensor], str, list[str]]:
+    """Train with the defaults; one worker's gradients are NaN in steps 3 and 5."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("laconic").addHandler(handler)
+    model = mlp().to("cuda")
+    trained = DDP(model, bucket_cap_mb=0.005) if kind == "ddp" else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused, foreach=None if fused else True)
+    trace = []
+    with laconic.attach(laconic.plan(plan), trained, optimizer) as talk:
+        policy = talk._replica.guard.policy
+        for step in range(1, 8):
+            x, y = batch(worker, step)
+            if worker == 1 and step in (3, 5):
+                x[0, 0] = torch.nan
+            F.cross_entropy(trained(x.to("cuda")), y.to("cuda")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.append(weights(model).cpu())
+    return trace, policy, said
+
+
+@pytest.mark.parametrize("kind", ["bare", "ddp"])
+@pytest.mark.parametrize("plan", ["ddp()", "power_sgd(rank=2)"])
+def test_fused_optimizers_leave_a_spoiled_step_out_by_themselves(plan, kind):
+    for trace, policy, said in run_workers(_spoiled, 2, (plan, kind, True), timeout_s=120):
+        assert policy == "skip"
+        moved = [not torch.equal(*pair) for pair in itertools.pairwise(trace)]
+        assert moved == [True, False, True, False, True, True] and trace[-1].isfinite().all()
+        assert len(said) == 2
+        assert "step 3: worker 1 brought NaN or Inf, in one of those from " in said[0]
+        assert "step 5: worker 1 brought NaN or Inf, in 0.weight" in said[1]
+
+
+def test_others_would_have_to_be_waited_for_on_a_gpu():
+    for trace, policy, said in run_workers(_spoiled, 2, ("ddp()", "ddp", False), timeout_s=120):
+        assert policy == "ignore" and not said
+        assert trace[-1].isnan().any()

@@ -93,6 +93,40 @@ def test_the_parameter_that_is_named_is_the_culprits_own(text, wrapped):
         assert stood_still
 
 
+def _late(worker: int, text: str, fused: bool, wrapped: bool) -> tuple[list[Tensor], list[str], list[int]]:
+    """Let optimizers skip by themselves, as on a GPU; or, beside it, leave the spoiled step out altogether."""
+    said = _listen()
+    module = mlp()
+    model = DDP(module) if wrapped else module
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    trace, told = [], []
+    with laconic.attach(laconic.plan(text), model, optimizer) as talk:
+        talk._replica.guard.late = fused
+        for step in range(1, 7):
+            x, y = batch(worker, step)
+            if worker == SICK and step in (STEP, STEP + 2):
+                x[0, 0] = torch.inf
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            assert getattr(optimizer, "found_inf", None) is None
+            optimizer.zero_grad()
+            trace.append(weights(module))
+            told.append(len(said))
+    return trace, said, told
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
+@pytest.mark.parametrize("text", ["ddp()", "power_sgd(rank=2)"])
+def test_an_optimizer_that_skips_by_itself_is_not_waited_for(text, wrapped):
+    late, at_once = (run_workers(_late, 3, (text, fused, wrapped)) for fused in (True, False))
+    for (trace, said, told), (right, _, told_at_once) in zip(late, at_once, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(trace, right, strict=True))
+        assert torch.equal(trace[STEP - 1], trace[STEP - 2]) and not torch.equal(trace[STEP], trace[STEP - 1])
+        assert [told, told_at_once] == [[0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 2, 2]]
+        for each, step in zip(said, (STEP, STEP + 2), strict=True):
+            assert f"step {step}: worker {SICK} brought NaN or Inf, in 0.weight. No worker has stepped" in each
+
+
 def test_without_the_sick_worker_the_mean_is_that_of_the_others():
     (trace, _), *_ = run_workers(_gradients, 3, ("ddp()", True, "exclude"))
     alone = mlp()
