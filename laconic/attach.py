@@ -203,8 +203,7 @@ class Talk:
         The other workers may be about to average weights, and this one must be there. Steps that a GradScaler
         skips are seen without this call.
         """
-        if self._dispatcher is None:
-            self.average_gradients()
+        self._meet(step_follows=False)
         self._finish_step()
 
     def report(self, *, loss: float | Tensor, tokens: int = 0) -> bool:
@@ -337,6 +336,16 @@ class Talk:
             self._rounds.drop_anchor()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
+        if closure and self._gradient is not None and self._dispatcher is None:
+            raise RuntimeError(
+                "optimizer.step(closure) computes gradients inside the step, where a bare module cannot average them. "
+                "Wrap the model in DistributedDataParallel, or call backward before optimizer.step()."
+            )
+        self._meet(step_follows=True)
+
+    def _meet(self, step_follows: bool) -> None:
+        """Do with the other workers what comes before a step, also where this one then takes none."""
         if self._injection is not None:
             self._injection.before_step()
         self._levels.raise_if_broken()
@@ -347,18 +356,10 @@ class Talk:
             self._hear(exchange_headers(self._replica.conductor, *self._said_of_stopping()))
         if self._pace.since == self.step:  # the first step of a round: its learning rate sets the pace
             self._pace = Pace(self.step, float(self._first_group["lr"]))
-        if self._gradient is None:
-            return
-        if self._dispatcher is not None:
-            self._leave_out_if_spoiled()
-            return
-        if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
-            raise RuntimeError(
-                "optimizer.step(closure) computes gradients inside the step, where a bare module cannot average them. "
-                "Wrap the model in DistributedDataParallel, or call backward before optimizer.step()."
-            )
-        self.average_gradients()
-        self._leave_out_if_spoiled()
+        if self._gradient is not None:
+            if self._dispatcher is None:
+                self.average_gradients()
+            self._leave_out_if_spoiled(step_follows)
 
     def _open(self, conductor: Conductor, rest: Sequence[int]) -> Tensor:
         """Exchange headers before gradients are averaged or used; returns what else the workers said."""
@@ -382,21 +383,21 @@ class Talk:
         self._rounds.stop.heard(heard.stop, among_all=True)
         self._rounds.stop.has_asked(self.step + 1, int(heard.rest[:, -1].max()))
 
-    def _leave_out_if_spoiled(self) -> None:
+    def _leave_out_if_spoiled(self, step_follows: bool) -> None:
         assert self._gradient is not None
-        guard = self._replica.guard
+        guard, scalings = self._replica.guard, self._scalings if step_follows else []
         guard.tell(self._replica.originals)
         if any(scaling.scaled for scaling in self._scalings):
             guard.forget()  # the GradScaler decides
             return
         if guard.late:
             verdict = self._replica.verdict(self._gradient.level, self.step + 1)
-            for scaling in self._scalings:
+            for scaling in scalings:
                 scaling.leave_out_if(verdict)
             return
         averaged, self._gradients_ready = self._gradients_ready, False  # whoever catches the error begins anew
         if self._replica.spoiled(self._gradient.level, self.step + 1):
-            for scaling in self._scalings:
+            for scaling in scalings:
                 scaling.leave_out()
         self._gradients_ready = averaged
 

@@ -17,8 +17,8 @@ LARGE = 1 << 20
 """Tensors of this many bytes travel from their own memory; to gather smaller ones costs less than their latency."""
 
 BUCKET = 10 << 20
-"""What travels at once, in bytes: a piece of a large tensor, or small ones gathered. Up to three are on their way, and
-with them what others said of two: copies of all these are two of DDP's buckets."""
+"""What travels in one collective, in bytes: a piece of a large tensor, or small ones gathered. Up to three are on their
+way, and with them what others said of two: copies of all these are two of DDP's buckets. Letters have their own."""
 
 
 def average_in_place(conductor: Conductor, tensors: Mapping[str, Tensor], phase: str = "weights") -> None:

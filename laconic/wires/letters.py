@@ -147,7 +147,7 @@ class _Post:
         if not groups:
             return
         share = max(sum(part.nbytes for part in group) for group in groups) // self._workers + 16  # the widest dtype
-        ahead = max(2, min(len(groups), ROOM // (share * len(self._others))))
+        ahead = min(len(groups), max(2, ROOM // (share * len(self._others))))
         self._room = [[torch.empty(share, dtype=torch.uint8) for _ in self._others] for _ in range(ahead)]
         with torch.no_grad():
             for group in groups:

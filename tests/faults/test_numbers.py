@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+from itertools import pairwise
 
 import pytest
 import torch
@@ -125,6 +127,42 @@ def test_an_optimizer_that_skips_by_itself_is_not_waited_for(text, wrapped):
         assert [told, told_at_once] == [[0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 2, 2]]
         for each, step in zip(said, (STEP, STEP + 2), strict=True):
             assert f"step {step}: worker {SICK} brought NaN or Inf, in 0.weight. No worker has stepped" in each
+
+
+def _skipping(worker: int, wrapped: bool, late: bool) -> tuple[list[Tensor], list[str]]:
+    """Let the worker that sees its loss overflow skip the step, while the others call their optimizers."""
+    said = _listen()
+    module = mlp()
+    model = DDP(module) if wrapped else module
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    trace = []
+    with laconic.attach(laconic.ddp(), model, optimizer) as talk:
+        talk._replica.guard.late = late
+        talk.stop_on(signal.SIGUSR1)
+        for step in range(1, 7):
+            x, y = batch(worker, step)
+            if worker == SICK and step == STEP:
+                x[0, 0] = torch.nan
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            if loss.isfinite():
+                optimizer.step()
+            else:
+                talk.skip()
+            optimizer.zero_grad()
+            trace.append(weights(module))
+    return trace, said
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
+def test_a_worker_may_skip_the_step_that_it_has_spoiled(wrapped, late):
+    results = run_workers(_skipping, 3, (wrapped, late))
+    for step in range(6):
+        assert_equal_bits([trace[step] for trace, _ in results])
+    for trace, said in results:
+        assert [torch.equal(*pair) for pair in pairwise(trace)] == [False, True, False, False, False]
+        assert len(said) == 1 and f"step {STEP}: worker {SICK} brought NaN or Inf, in " in said[0]
 
 
 def test_without_the_sick_worker_the_mean_is_that_of_the_others():
