@@ -8,6 +8,7 @@ a worker is raised here with its traceback; a worker that outlives `timeout_s` i
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -123,6 +124,10 @@ def _work(
     pipe.send_bytes(pickle.dumps(value))
     pipe.close()
     if group and value[0]:
+        # Somebody may still be connecting in a group of the job's own. Whoever is lost never comes; then we are killed.
+        with contextlib.suppress(RuntimeError):
+            connected.set(f"ended {worker}", "")
+            connected.wait([f"ended {each}" for each in range(workers)])
         dist.destroy_process_group()
     os._exit(0)  # no interpreter shutdown: threads that wait for a dead peer must not keep the process
 
