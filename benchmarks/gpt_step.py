@@ -31,7 +31,6 @@ import laconic
 
 VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 50257, 1024, 24, 16, 1024, 32
 
-
 SIZES = [(24, 1024, 1024, 32), (24, 1024, 1024, 4), (12, 768, 1024, 8), (6, 256, 256, 4)]
 """Layers, width, context and batch, for the checks: from a GPU that is busy to one that waits for its host."""
 
@@ -63,6 +62,14 @@ class GPT(nn.Module):
         return self.last(self.blocks(h)) @ self.tokens.weight.T
 
 
+def step(ddp: DDP, optimizer: torch.optim.Optimizer, text: Tensor) -> None:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = F.cross_entropy(ddp(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def step_seconds(put: Callable[[DDP, torch.optim.Optimizer], object]) -> tuple[float, float]:
     """Median seconds of a step, and peak GiB."""
     torch.manual_seed(0)
@@ -75,11 +82,7 @@ def step_seconds(put: Callable[[DDP, torch.optim.Optimizer], object]) -> tuple[f
     for _ in range(10):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = F.cross_entropy(ddp(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(ddp, optimizer, text)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     del kept
@@ -113,11 +116,7 @@ def checks(plan: str, sizes: tuple[int, int, int, int]) -> str:
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(8):
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                loss = F.cross_entropy(ddp(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(ddp, optimizer, text)
         torch.cuda.synchronize()
         return (time.perf_counter() - start) / 8
 
@@ -139,16 +138,20 @@ def checks(plan: str, sizes: tuple[int, int, int, int]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checks", action="store_true")
-    if parser.parse_args().checks:
-        dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
+    options = parser.parse_args()
+    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
+    if options.checks:
         for plan in ("ddp()", "power_sgd(rank=4)"):
             for sizes in SIZES:
                 print(checks(plan, sizes), flush=True)
                 gc.collect()
                 torch.cuda.empty_cache()
-        dist.destroy_process_group()
-        return
-    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
+    else:
+        whole_steps()
+    dist.destroy_process_group()
+
+
+def whole_steps() -> None:
     results = {}
     for name, put in (("no-op", nothing), ("power_sgd(rank=4)", ours), ("no-op again", nothing)):
         results[name] = step_seconds(put)
@@ -157,7 +160,6 @@ def main() -> None:
         print(f"{name:<20} {1e3 * results[name][0]:8.1f} ms   peak {results[name][1]:6.1f} GiB", flush=True)
     base = min(results["no-op"][0], results["no-op again"][0])
     print(f"power_sgd(rank=4) adds {100 * (results['power_sgd(rank=4)'][0] / base - 1):.2f}% to a step")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -230,15 +230,16 @@ class GradientGuard:
         logger.warning("%s. No worker steps, and no codec remembers it.", message)
         return True
 
-    def verdict(self, conductor: Conductor, grads: Mapping[str, Tensor], step: int) -> Tensor | None:
+    def verdict(self, conductor: Conductor, grads: Callable[[], Grads], step: int) -> Tensor | None:
         """Say 1.0 if this step's mean gradients are not finite, in a tensor that is not waited for."""
         seen, self._seen = self._seen, []
-        if not seen or not grads:
+        if not seen:
             return None
-        if self._closely:
-            fine, of = torch.stack(torch._foreach_norm(list(grads.values()), 1)).isfinite(), list(grads)
+        there = {name: t for name, t in grads().items() if t is not None} if self._closely else {}
+        if there:
+            fine, of = torch.stack(torch._foreach_norm(list(there.values()), 1)).isfinite(), list(there)
         else:
-            where = next(iter(grads.values())).device
+            where = next((e.mean.device for e in seen if isinstance(e.mean, Tensor)), None)
             fine, of = torch.stack([torch.as_tensor(e.mean, device=where) for e in seen]), [e.of for e in seen]
         ready = None
         here = torch.empty(fine.shape, dtype=torch.bool, pin_memory=fine.is_cuda).copy_(fine, non_blocking=True)

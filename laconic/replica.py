@@ -122,17 +122,14 @@ class Replica:
 
     def verdict(self, level: Level, step: int) -> Tensor | None:
         """Say the same in a tensor, as 1.0, without waiting for it; `guard.tell` names who it was, later."""
-        grads = {name: p.grad for name, p in self.originals.items() if p.grad is not None}  # none is sharded
-        with torch.no_grad():
-            return self.guard.verdict(self.levels[level], grads, step)
+        return self.guard.verdict(self.levels[level], self._gradients, step)
 
     def spoiled(self, level: Level, step: int) -> bool:
         """Tell whether the gradients that were averaged last are of no use; names who spoiled them."""
+        return self.guard.spoiled(self.levels[level], self._gradients, step)
 
-        def grads() -> dict[str, Tensor | None]:
-            return {name: None if p.grad is None else local_of(p.grad) for name, p in self.originals.items()}
-
-        return self.guard.spoiled(self.levels[level], grads, step)
+    def _gradients(self) -> dict[str, Tensor | None]:
+        return {name: None if p.grad is None else local_of(p.grad) for name, p in self.originals.items()}
 
     def broadcast(self) -> None:
         """Give every worker the weights and buffers of the first, as DDP does when it is made."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import multiprocessing
 import os
 import pickle
@@ -130,6 +131,15 @@ def _work(
             connected.wait([f"ended {each}" for each in range(workers)])
         dist.destroy_process_group()
     os._exit(0)  # no interpreter shutdown: threads that wait for a dead peer must not keep the process
+
+
+def listen() -> list[str]:
+    """Collect what laconic says in this worker's log from now on."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("laconic").addHandler(handler)
+    return said
 
 
 def free_port() -> int:

@@ -161,8 +161,7 @@ def is_finite(x: Tensor) -> bool:
     >>> is_finite(torch.full((2,), 3e38)), is_finite(torch.tensor([1.0, torch.nan]))
     (True, False)
     """
-    total: float = x.sum(dtype=torch.float32 if x.element_size() < 4 else None).item()
-    return math.isfinite(total) or bool(x.isfinite().all())
+    return math.isfinite(_sum(x).item()) or bool(x.isfinite().all())
 
 
 def all_finite(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -170,10 +169,15 @@ def all_finite(tensors: Mapping[str, Tensor]) -> Tensor:
 
     A sum is non-finite as soon as one of its terms is, and costs a twentieth of `isfinite(x).all()` on a CPU.
     """
-    sums = [t.sum(dtype=torch.float32 if t.element_size() < 4 else None) for t in tensors.values()]
+    sums = [_sum(t) for t in tensors.values()]
     if not sums:
         return torch.tensor(True)
     ok = torch.stack([s.to(sums[0].dtype) for s in sums]).isfinite().all()
     if ok.device.type == "cpu" and not bool(ok):  # a sum may overflow though no term has
         return torch.stack([t.isfinite().all() for t in tensors.values()]).all()
     return ok
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Add up in fp32 at least: half precision would overflow."""
+    return x.sum(dtype=torch.float32 if x.element_size() < 4 else None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import laconic
 from laconic.rounds import Anchors
 from tests.cluster.models import assert_equal_bits, batch, mlp, weights
-from tests.workers import run_workers
+from tests.workers import listen, run_workers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
@@ -61,10 +60,7 @@ def test_anchors_on_the_host_are_the_same_as_on_the_gpu():
 
 def _spoiled(worker: int, plan: str, kind: str, fused: bool) -> tuple[list[Tensor], str, list[str]]:
     """Train with the defaults; one worker's gradients are NaN in steps 3 and 5."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("laconic").addHandler(handler)
+    said = listen()
     model = mlp().to("cuda")
     trained = DDP(model, bucket_cap_mb=0.005) if kind == "ddp" else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused, foreach=None if fused else True)

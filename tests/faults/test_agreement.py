@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 
 import pytest
@@ -12,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from tests.cluster.models import batch, mlp, weights
-from tests.workers import run_workers
+from tests.workers import listen, run_workers
 
 
 class Pair(nn.Module):
@@ -64,10 +63,7 @@ def test_a_worker_that_differs_is_named_on_all(what, said):
 
 
 def _start_apart(worker: int, wrapped: bool, sync: bool | None) -> tuple[float, str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("laconic").addHandler(handler)
+    records = listen()
     module = mlp()
     model = DDP(module) if wrapped else module
     if worker == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from itertools import pairwise
 
@@ -15,21 +14,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import laconic
 from laconic.digests import digest
 from tests.cluster.models import assert_equal_bits, batch, mlp, weights
-from tests.workers import run_workers
+from tests.workers import listen, run_workers
 
 SICK, STEP = 1, 3
 
 
-def _listen() -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("laconic").addHandler(handler)
-    return said
-
-
 def _gradients(worker: int, text: str, wrapped: bool, policy: str) -> tuple[list[Tensor], str]:
-    said = _listen()
+    said = listen()
     module = mlp()
     model = DDP(module) if wrapped else module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -73,7 +64,7 @@ def test_one_bad_gradient(text, wrapped, policy):
 
 def _one_parameter(worker: int, text: str, wrapped: bool) -> tuple[str, bool]:
     """Let one worker's gradient of one parameter be NaN, neither the first nor the last."""
-    said = _listen()
+    said = listen()
     module = mlp()
     model = DDP(module) if wrapped else module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -97,7 +88,7 @@ def test_the_parameter_that_is_named_is_the_culprits_own(text, wrapped):
 
 def _late(worker: int, text: str, fused: bool, wrapped: bool) -> tuple[list[Tensor], list[str], list[int]]:
     """Let optimizers skip by themselves, as on a GPU; or, beside it, leave the spoiled step out altogether."""
-    said = _listen()
+    said = listen()
     module = mlp()
     model = DDP(module) if wrapped else module
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
@@ -131,7 +122,7 @@ def test_an_optimizer_that_skips_by_itself_is_not_waited_for(text, wrapped):
 
 def _skipping(worker: int, wrapped: bool, late: bool) -> tuple[list[Tensor], list[str]]:
     """Let the worker that sees its loss overflow skip the step, while the others call their optimizers."""
-    said = _listen()
+    said = listen()
     module = mlp()
     model = DDP(module) if wrapped else module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
@@ -180,7 +171,7 @@ def test_without_the_sick_worker_the_mean_is_that_of_the_others():
 
 
 def _sick_weights(worker: int, text: str, policy: str) -> tuple[list[Tensor], str]:
-    said = _listen()
+    said = listen()
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     trace = []

@@ -69,13 +69,10 @@ def test_one_that_broke_just_after_its_slice_is_told_with_its_own_error(patience
         patience.wait(Work("Connection closed by peer"), "step 1")
 
 
-def test_of_many_parts_each_has_its_time():
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    patience = Patience(dist.group.WORLD, limit_s=1.0)
+def test_of_many_parts_each_has_its_time(patience):
+    patience._limit_s = 1.0
     work = Parts(any_comes=True)
     patience.wait(work, "step 1")
     assert work.come == 10
     with pytest.raises(LostWorkerError, match="nothing came for"):
         patience.wait(Parts(any_comes=False), "step 2")
-    dist.destroy_process_group()
