@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from laconic.buckets import cut, in_buckets, overlapping, pack, same_memory, unpack
+from laconic.buckets import cut, in_buckets, overlapping, pack, same_memory, side_by_side, unpack
 from laconic.wires import letters
 from laconic.wires.group import Conductor
 from laconic.wires.wire import Averaged, Exchange, Mean, Means, Questions, all_finite
@@ -52,22 +53,27 @@ class Piece:
         """What they hold."""
         return next(iter(self.tensors.values())).dtype
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """How much travels."""
         return sum(t.nbytes for t in self.tensors.values())
 
+    @cached_property
+    def _where_it_is(self) -> Tensor | None:
+        return side_by_side(self.tensors.values()) if self.in_place else None
+
+    @property
+    def copied(self) -> bool:
+        """Whether they must be copied, for they are not side by side in memory, or not alone."""
+        return self._where_it_is is None
+
     def open(self) -> Tensor:
         """Lay them side by side."""
-        return pack(self.tensors, alias=self.in_place)
-
-    def is_copy(self, flat: Tensor) -> bool:
-        """Whether what `open` returned is not their own memory."""
-        return flat.data_ptr() != next(iter(self.tensors.values())).data_ptr()
+        return pack(self.tensors) if self._where_it_is is None else self._where_it_is
 
     def close(self, mean: Tensor) -> None:
         """Write the mean over them."""
-        if self.is_copy(mean):
+        if mean.data_ptr() != next(iter(self.tensors.values())).data_ptr():
             write(self.tensors, unpack(mean, like=self.tensors))
 
 

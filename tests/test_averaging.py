@@ -16,33 +16,65 @@ from laconic import averaging
 from laconic.averaging import average_in_place, in_turn, means_of, pieces_of
 from laconic.buckets import cut, overlapping
 from laconic.ledger import Ledger
-from laconic.wires import group, letters, means
+from laconic.wires import correspondence, group, letters, means
+from laconic.wires.correspondence import Correspondents
 from laconic.wires.dry import dry
 from laconic.wires.group import Conductor
-from laconic.wires.letters import Letters, in_groups, in_shares
+from laconic.wires.letters import in_groups, in_shares
 from laconic.wires.lockstep import lockstep
+from laconic.wires.ring import Ring
+from laconic.wires.star import Star
 from tests.workers import run_workers
 
-LARGE, BUCKET, GROUP = 4_000, 10_000, 12_000
+LARGE, BUCKET, GROUP, BUCKETS = 4_000, 10_000, 12_000, 50_000
 HALVES = (torch.bfloat16, torch.float16)
 WHOLE = (torch.int64, torch.int16, torch.uint8, torch.bool)
 
 
-def _small_limits(by_letter: bool = True) -> None:
+def _small_limits(way: str = "star") -> None:
     """Let a few kilobytes go the ways of many megabytes: worker to worker, or in collectives."""
-    if not by_letter:
+    if way == "collectives":
         Conductor.writes_letters = property(lambda self: False)  # type: ignore[assignment, method-assign]
     averaging.LARGE, averaging.BUCKET = LARGE, BUCKET
     group._BY_LETTER, means.IN_CACHE = 3_000, 100
-    letters.GROUP, letters.ROOM = GROUP, 2 * GROUP
+    letters.GROUP, letters.BUCKETS = GROUP, BUCKETS
+    correspondence.ROUND = 0 if way == "ring" else 1 << 60
+
+
+def _goes(way: str) -> Callable[[], bool]:
+    """Watch which way letters go: also where there are collectives, what is added carefully goes by letter."""
+    gone: list[str] = []
+
+    def watch(where: type[Ring] | type[Star], name: str) -> None:
+        deliver = where.deliver
+
+        def watched(self: Any) -> None:
+            gone.append(name)
+            deliver(self)
+
+        where.deliver = watched  # type: ignore[method-assign]
+
+    watch(Ring, "ring")
+    watch(Star, "star")
+    return lambda: set(gone) == {way} or (way == "collectives" and "ring" not in gone)
 
 
 def _conductor() -> Conductor:
     return Conductor(dist.group.WORLD, Ledger(), share=True)
 
 
-def _tensors(seed: int) -> dict[str, Tensor]:
+def _tensors(seed: int, way: str = "star") -> dict[str, Tensor]:
     """One of each kind: sizes that nothing divides, strides of all sorts, in pieces or packed, and nothing at all."""
+    tensors = _of_all_kinds(seed)
+    if way != "ring":
+        return tensors
+    # Of what need not be copied as much as there is, of what must be a little, and only what is added exactly.
+    for name in ("transposed", "channels last", "every second"):
+        del tensors[name]
+    return {name: t for name, t in tensors.items() if t.dtype in (torch.float32, torch.float64)}
+
+
+def _of_all_kinds(seed: int) -> dict[str, Tensor]:
     lots = torch.Generator().manual_seed(seed)
 
     def some(*shape: int) -> Tensor:
@@ -76,19 +108,21 @@ def _where(tensors: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
     return [(t.data_ptr(), t.stride(), t.shape, t.dtype) for t in tensors.values()]
 
 
-def _averaged(worker: int, by_letter: bool) -> tuple[dict[str, Tensor], bool, int]:
-    _small_limits(by_letter)
-    tensors = _tensors(worker)
+def _averaged(worker: int, way: str) -> tuple[dict[str, Tensor], bool, int]:
+    _small_limits(way)
+    goes = _goes(way)
+    tensors = _tensors(worker, way)
     before = _where(tensors)
     conductor = _conductor()
     average_in_place(conductor, tensors)
+    assert goes()
     found = {name: t.clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
     return found, _where(tensors) == before, conductor.ledger.payload_bytes
 
 
-def _right(workers: int) -> dict[str, Tensor]:
+def _right(workers: int, way: str) -> dict[str, Tensor]:
     """The plain means, in float64."""
-    given = [_tensors(worker) for worker in range(workers)]
+    given = [_tensors(worker, way) for worker in range(workers)]
     means = {}
     for name, t in given[0].items():
         wide = torch.complex128 if t.is_complex() else torch.float64
@@ -96,14 +130,16 @@ def _right(workers: int) -> dict[str, Tensor]:
     return means
 
 
-by_both = pytest.mark.parametrize("by_letter", [True, False], ids=["letters", "collectives"])
+by_both = pytest.mark.parametrize("way", ["star", "collectives"])
 
 
-@by_both
-@pytest.mark.parametrize("workers", [2, 3, 4])
-def test_every_path_gives_the_mean(workers: int, by_letter: bool):
-    results = run_workers(_averaged, workers, (by_letter,))
-    right = _right(workers)
+@pytest.mark.parametrize(
+    ("way", "workers"),
+    [*((way, workers) for way in ("star", "collectives") for workers in (2, 3, 4)), ("ring", 2), ("ring", 4)],
+)
+def test_every_path_gives_the_mean(workers: int, way: str):
+    results = run_workers(_averaged, workers, (way,))
+    right = _right(workers, way)
     for found, stayed, sent in results:
         assert stayed, "a tensor moved, or was given other strides"
         assert sent == sum(t.nbytes for t in found.values())
@@ -116,20 +152,26 @@ def test_every_path_gives_the_mean(workers: int, by_letter: bool):
                 assert float((found[name].double() - mean).abs().max()) <= 0.5, name
 
 
-def _in_order(worker: int) -> tuple[Tensor, Tensor]:
-    """Average by letter, and beside it the sum of shares in the order of the workers."""
-    _small_limits()
+def _in_order(worker: int, way: str) -> tuple[Tensor, Tensor]:
+    """Average by letter, and beside it the sum of shares: in the order of the workers, or in the ring's."""
+    _small_limits(way)
     given = [1e3 * torch.randn(7001, generator=torch.Generator().manual_seed(w)) for w in range(4)]
     mine = given[worker].clone()
     average_in_place(_conductor(), {"x": mine})
-    right = given[0] / 4
-    for each in given[1:]:
-        right = right + each / 4
+    right = torch.empty_like(mine)
+    for piece in cut(torch.arange(len(mine), dtype=torch.int32), GROUP):
+        for owner, share in enumerate(in_shares([piece], 4)):
+            for at in share:
+                start = owner if way == "ring" else 0
+                right[at] = given[start][at] / 4
+                for far in range(1, 4):
+                    right[at] += given[(start + far) % 4][at] / 4
     return mine, right
 
 
-def test_letters_are_added_in_the_order_of_the_workers():
-    for found, right in run_workers(_in_order, 4):
+@pytest.mark.parametrize("way", ["star", "ring"])
+def test_letters_are_added_in_one_order(way: str):
+    for found, right in run_workers(_in_order, 4, (way,)):
         assert torch.equal(found, right)
 
 
@@ -148,18 +190,20 @@ def test_what_lies_between_is_left_alone():
             assert (base[:, 1::2] == worker).all()
 
 
-def _equal_replicas(worker: int, by_letter: bool) -> list[str]:
+def _equal_replicas(worker: int, way: str) -> list[str]:
     """Name what is not, bit for bit, what it was."""
-    _small_limits(by_letter)
-    tensors = _tensors(0)
+    _small_limits(way)
+    goes = _goes(way)
+    tensors = _tensors(0, way)
     hard = torch.tensor([float("inf"), -float("inf"), 3.4e38, -3.4e38, 1e-37, -0.0, 0.0])
     tensors |= {"hard": hard.repeat(301), "small hard": hard.clone()}
-    for dtype in HALVES:
+    for dtype in HALVES if way != "ring" else ():
         limits = torch.finfo(dtype)
         few = torch.tensor([limits.max, limits.min, limits.tiny, float("inf")], dtype=dtype)
         tensors |= {f"hard {dtype}": few.repeat(1001), f"small hard {dtype}": few}
     before = {name: t.clone() for name, t in tensors.items()}
     average_in_place(_conductor(), tensors)
+    assert goes()
     return [name for name, t in tensors.items() if not torch.equal(_bits(t), _bits(before[name]))]
 
 
@@ -167,10 +211,12 @@ def _bits(t: Tensor) -> Tensor:
     return t.contiguous().view(-1).view(torch.uint8)
 
 
-@by_both
-@pytest.mark.parametrize("workers", [2, 3, 4, 5])
-def test_equal_replicas_stay_bit_equal(workers: int, by_letter: bool):
-    for changed in run_workers(_equal_replicas, workers, (by_letter,)):
+@pytest.mark.parametrize(
+    ("way", "workers"),
+    [*((way, workers) for way in ("star", "collectives") for workers in (2, 3, 4, 5)), ("ring", 2), ("ring", 4)],
+)
+def test_equal_replicas_stay_bit_equal(workers: int, way: str):
+    for changed in run_workers(_equal_replicas, workers, (way,)):
         assert not changed
 
 
@@ -189,34 +235,41 @@ def test_means_of_numbers_too_far_apart():
         assert unknown != unknown
 
 
-def _tied(worker: int, by_letter: bool) -> list[list[float]]:
+def _tied(worker: int, way: str) -> list[list[float]]:
     """The same memory under several names: contiguous, transposed, in part."""
-    _small_limits(by_letter)
+    _small_limits(way)
     x = torch.full((40, 40), float(worker))
     average_in_place(_conductor(), {"embedding": x, "head": x, "turned": x.T, "top": x[:30]})
     return [x.unique().tolist()]
 
 
 @by_both
-def test_tied_weights_are_averaged_once(by_letter: bool):
-    assert run_workers(_tied, 2, (by_letter,)) == [[[0.5]], [[0.5]]]
-    assert run_workers(_tied, 3, (by_letter,)) == [[[1.0]], [[1.0]], [[1.0]]]
+def test_tied_weights_are_averaged_once(way: str):
+    assert run_workers(_tied, 2, (way,)) == [[[0.5]], [[0.5]]]
+    assert run_workers(_tied, 3, (way,)) == [[[1.0]], [[1.0]], [[1.0]]]
 
 
-def _other_strides(worker: int, by_letter: bool) -> list[Tensor]:
-    _small_limits(by_letter)
-    rows = torch.arange(5000.0).view(50, 100)
-    x = rows.clone() if worker == 0 else rows.T.contiguous().T.clone(memory_format=torch.preserve_format)
+def _other_strides(worker: int, way: str, rows: int) -> list[Tensor]:
+    """Turned on all workers but one, who then copy what does not go round as it is; unless it is too much."""
+    _small_limits(way)
+    goes = _goes("ring" if way == "ring" and 400 * rows <= GROUP else "star" if way == "ring" else way)
+    plain = torch.arange(100.0 * rows).view(rows, 100)
+    x = plain.clone() if worker == 0 else plain.T.contiguous().T.clone(memory_format=torch.preserve_format)
     assert x.is_contiguous() == (worker == 0)
-    average_in_place(_conductor(), {"x": x})
-    return [x.contiguous(), rows]
+    others = {str(i): torch.full((1500 + i,), float(worker)) for i in range(20)}  # which make the ring full
+    average_in_place(_conductor(), {"x": x, **others})
+    assert goes()
+    return [x.contiguous(), plain, torch.stack([t.mean() for t in others.values()])]
 
 
-@by_both
-def test_workers_may_lay_out_their_memory_differently(by_letter: bool):
-    for workers in (2, 3):
-        for found, rows in run_workers(_other_strides, workers, (by_letter,)):
-            assert torch.equal(found, rows)
+@pytest.mark.parametrize(
+    ("way", "workers"), [("star", 2), ("star", 3), ("collectives", 2), ("collectives", 3), ("ring", 2), ("ring", 4)]
+)
+@pytest.mark.parametrize("rows", [50, 20])
+def test_workers_may_lay_out_their_memory_differently(way: str, workers: int, rows: int):
+    for found, plain, others in run_workers(_other_strides, workers, (way, rows)):
+        assert torch.equal(found, plain)
+        assert (others == (workers - 1) / 2).all()
 
 
 def test_parameters_that_are_trained_can_be_given_as_they_are():
@@ -301,10 +354,11 @@ def test_groups_have_one_dtype_and_a_limit(monkeypatch: pytest.MonkeyPatch):
     assert all(len({piece.dtype for piece in each}) == 1 for each in groups)
 
 
-def _given_up(worker: int) -> tuple[list[float], str]:
+def _given_up(worker: int, way: str) -> tuple[list[float], str]:
     """One worker gives up before the other has said a word, and hears it then."""
-    ours = Letters(dist.group.WORLD)  # type: ignore[arg-type]
-    x, said = torch.full((1000,), float(worker)), ""
+    _small_limits(way)
+    ours = Correspondents(dist.group.WORLD)  # type: ignore[arg-type]
+    x, said = torch.full((500,), float(worker)), ""  # few enough to be copied
     (piece,) = pieces_of({"x": x}, GROUP)
     if worker == 1:
         dist.barrier()
@@ -322,8 +376,9 @@ def _given_up(worker: int) -> tuple[list[float], str]:
     return [], ""
 
 
-def test_what_was_given_up_is_not_changed_any_more():
-    (values, said), _ = run_workers(_given_up, 2)
+@pytest.mark.parametrize("way", ["star", "ring"])
+def test_what_was_given_up_is_not_changed_any_more(way: str):
+    (values, said), _ = run_workers(_given_up, 2, (way,))
     assert values == [0.0]
     assert said == "the letters were given up"
 
@@ -367,20 +422,22 @@ class _Allocations(TorchDispatchMode):
         return out
 
 
-def _peak(worker: int, make: Callable[[], dict[str, Tensor]], by_letter: bool) -> int:
+def _peak(worker: int, make: Callable[[], dict[str, Tensor]], way: str) -> int:
     """Most bytes that the thread that averages held at once beside the tensors themselves."""
-    _small_limits(by_letter)
+    _small_limits(way)
+    goes = _goes(way)
     tensors = make()
     watching = _Allocations(tensors)
-    where, what = (letters._Post, "deliver") if by_letter else (Conductor, "_serve_one")
+    where, what = {"star": (Star, "deliver"), "ring": (Ring, "deliver")}.get(way, (Conductor, "_serve_one"))
     plain = getattr(where, what)
 
-    def watched(self: Any, item: Any) -> None:
+    def watched(*args: Any) -> None:
         with watching:
-            plain(self, item)
+            plain(*args)
 
     setattr(where, what, watched)
     average_in_place(_conductor(), tensors)
+    assert goes()
     return watching.peak
 
 
@@ -390,6 +447,10 @@ def _many_large() -> dict[str, Tensor]:
 
 def _many_large_turned() -> dict[str, Tensor]:
     return {name: t.view(80, -1).T for name, t in _many_large().items()}
+
+
+def _many_large_and_some_small() -> dict[str, Tensor]:
+    return _many_large() | {f"small {i}": torch.ones(499) for i in range(5)}
 
 
 def _many_small() -> dict[str, Tensor]:
@@ -419,26 +480,30 @@ SMALL_CHANGE = 2_000
     ],
 )
 def test_extra_memory_of_collectives_is_bounded(make: Callable[[], dict[str, Tensor]], workers: int, buckets: float):
-    for peak in run_workers(_peak, workers, (make, False)):
+    for peak in run_workers(_peak, workers, (make, "collectives")):
         assert peak <= buckets * BUCKET + SMALL_CHANGE
 
 
 @pytest.mark.parametrize(
-    ("make", "workers", "groups"),
+    ("make", "workers", "way"),
     [
-        (_many_large, 2, 2),  # for what the others say
-        (_many_large, 4, 2),
-        (_many_large_turned, 2, 4),  # and two copies
-        pytest.param(_many_large_turned, 5, 4, marks=pytest.mark.nightly),
-        (_many_small, 2, 4),
-        (_many_half, 3, 4),
+        (_many_large, 2, "star"),
+        (_many_large, 4, "star"),
+        (_many_large, 2, "ring"),
+        (_many_large, 4, "ring"),
+        (_many_large_and_some_small, 4, "ring"),
+        (_many_large_turned, 2, "star"),
+        pytest.param(_many_large_turned, 5, "star", marks=pytest.mark.nightly),
+        (_many_small, 2, "star"),
+        (_many_half, 3, "star"),
     ],
 )
-def test_extra_memory_of_letters_is_bounded(make: Callable[[], dict[str, Tensor]], workers: int, groups: float):
-    for peak in run_workers(_peak, workers, (make, True)):
-        assert peak <= groups * GROUP + SMALL_CHANGE
+def test_extra_memory_of_letters_is_bounded(make: Callable[[], dict[str, Tensor]], workers: int, way: str):
+    for peak in run_workers(_peak, workers, (make, way)):
+        assert peak <= BUCKETS + SMALL_CHANGE
 
 
 def test_these_are_two_of_ddps_buckets():
     assert 5 * averaging.BUCKET <= 2 * (25 << 20)
-    assert letters.ROOM == 2 * letters.GROUP and 4 * letters.GROUP <= 2 * (25 << 20)
+    assert letters.BUCKETS == 2 * (25 << 20) and 4 * letters.GROUP <= letters.BUCKETS
+    assert abs(BUCKETS / GROUP - letters.BUCKETS / letters.GROUP) < 0.01

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from laconic.ledger import Ledger
-from laconic.wires.letters import Letters
+from laconic.wires.correspondence import Correspondents
 from laconic.wires.means import mean, sums_exactly
 from laconic.wires.patience import Patience
 from laconic.wires.wire import Averaged, Gather, Mean, Means, Question, Questions, Whole, operation, payload_bytes
@@ -116,9 +116,9 @@ class Conductor:
             self.group = group_of_our_own(group)
             self.patience = Patience(self.group, patience_s)
         backend = None if group is None else dist.get_backend(group)
-        self._letters: Letters | None = None
+        self._letters: Correspondents | None = None
         if self.group is not None and self.workers > 1 and backend == "gloo":
-            self._letters = Letters(self.group)
+            self._letters = Correspondents(self.group)
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._queue: queue.SimpleQueue[_Running | _Flush | _Stop] = queue.SimpleQueue()
         self._active: list[_Running] = []

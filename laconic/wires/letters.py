@@ -1,70 +1,46 @@
-"""Averaging worker to worker: every worker averages its share of each part, and gives it to the others.
+"""Letters from worker to worker, about tensors on the CPU, over gloo.
 
-A collective adds, but does not divide, and wants one tensor of its own. Here a worker divides its own share alone,
-while it is in the cache; and parts are sent from where they lie, and heard there. The bytes are those of a ring.
+A collective adds, but does not divide, and wants one tensor of its own. With letters a worker divides its own share
+alone, and parts are sent from where they lie, and heard there. `star.py` and `ring.py` are two ways to average with
+them; the bytes are those of an all-reduce.
 
-Letters between two workers arrive in the order of posting, so all is posted ahead. What a worker says of another's
-share may be overwritten by what that one answers: it answers when it has heard.
+Letters between two workers with one tag arrive in the order of posting, so all is posted ahead.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.wires.means import average
-from laconic.wires.patience import aside
 from laconic.wires.wire import Part
 
 GROUP = 12 << 20
 """Bytes that are posted together: smaller letters cost calls, larger ones more room."""
 
-ROOM = 24 << 20
-"""Bytes for what others say of this worker's shares. With the copies of parts these are two of DDP's buckets."""
+BUCKETS = 2 * (25 << 20)
+"""What averaging may take of memory: two of DDP's buckets."""
 
-COPIES = 1
-"""How many groups of parts of which one cannot travel from its own memory may be under way, while the next sets out."""
-
-TO_OWNER, TO_ALL = 0x6C61636F, 0x6C616370
+SAYS = 0x6C61636F
 """What our letters are marked with, so that a user's own on the same group are not taken for them."""
 
 
 class Letters:
-    """The letters of one gloo group, about tensors on the CPU."""
+    """The letters of one gloo group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        # Its backend, for a letter needs no dispatcher.
+        self.post: Any = group._get_backend(torch.device("cpu"))
         self.me, self.workers = group.rank(), group.size()
         self.others = [(self.me + far) % self.workers for far in range(1, self.workers)]
-        self._last: concurrent.futures.Future[Any] | None = None
         self._given_up = False
         self._writing = threading.Lock()
-
-    def average(self, parts: Sequence[Part], limit_s: float | None) -> Correspondence:
-        """Average parts in a thread of its own, after those of earlier calls; each is closed with its mean."""
-        # A little longer than anyone is waiting: whoever gave up has done so by then.
-        limit = None if limit_s is None else timedelta(seconds=limit_s + 5)
-        before = self._last
-
-        post = _Post(self, limit)
-
-        def deliver() -> None:
-            if before is not None:
-                before.result()  # letters of two at once could be taken for each other's
-            post.deliver(parts)
-
-        self._last = aside(deliver)
-        return Correspondence(self._last, post)
 
     def give_up(self) -> None:
         """From now on nothing that was averaged is changed by this worker, whatever still comes."""
@@ -78,133 +54,38 @@ class Letters:
                 raise RuntimeError("the letters were given up")
             change()
 
-    def send(self, t: Tensor, worker: int, tag: int) -> Any:
-        """Begin to send."""
-        return self._group.send([t], worker, tag)
 
-    def receive(self, t: Tensor, worker: int, tag: int) -> Any:
-        """Begin to receive into `t`."""
-        return self._group.recv([t], worker, tag)
-
-
-@dataclass(frozen=True, eq=False)
-class Correspondence:
-    """Parts on their way, to be waited for like a collective.
-
-    A letter cannot be waited for in slices: gloo cuts the connection when time is up. So a thread waits for all.
-    """
-
-    _end: concurrent.futures.Future[Any]
-    _post: _Post
-
-    @property
-    def come(self) -> int:
-        """How many letters have come so far."""
-        return self._post.come
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait for all, or for so long."""
-        try:
-            self._end.result(None if timeout is None else timeout.total_seconds())
-        except TimeoutError:
-            raise RuntimeError("the letters are still on their way") from None
-
-    def is_completed(self) -> bool:
-        """Whether all have ended, well or not."""
-        return self._end.done()
-
-
-@dataclass(frozen=True, eq=False)
-class _OnItsWay:
-    """Parts that were posted together."""
-
-    parts: Sequence[Part]
-    flats: list[Tensor]
-    copied: bool
-    room: list[Tensor]
-    rows: list[list[Tensor]]
-    """For each slice of this worker's share, what each worker says of it, in their order; at its own place, itself."""
-    heard: list[Any]
-    sent: list[Any]
-    answers: list[Any]
-
-
-class _Post:
-    """One correspondence."""
+class Mail:
+    """The letters of one correspondence, and how long it waits for each of them."""
 
     def __init__(self, letters: Letters, limit: timedelta | None) -> None:
-        self._letters, self._limit = letters, limit
-        self._me, self._workers, self._others = letters.me, letters.workers, letters.others
-        self._posted: deque[_OnItsWay] = deque()
-        self._averaged: deque[_OnItsWay] = deque()
-        self._room: list[list[Tensor]] = []
-        self._copies = 0
+        self._limit = limit
+        self.me, self.workers, self.others = letters.me, letters.workers, letters.others
+        self.write = letters.write
+        self._post = letters.post
         self.come = 0
 
-    def deliver(self, parts: Sequence[Part]) -> None:
-        """Average all parts."""
-        groups = list(in_groups(parts, GROUP))
-        if not groups:
-            return
-        share = max(sum(part.nbytes for part in group) for group in groups) // self._workers + 16  # the widest dtype
-        ahead = min(len(groups), max(2, ROOM // (share * len(self._others))))
-        self._room = [[torch.empty(share, dtype=torch.uint8) for _ in self._others] for _ in range(ahead)]
-        with torch.no_grad():
-            for group in groups:
-                if not self._room:
-                    self._answer_oldest()
-                self._post(group)
-                while self._copies > COPIES:
-                    self._close_oldest()
-            while self._posted:
-                self._answer_oldest()
-            while self._averaged:
-                self._close_oldest()
+    def send(self, some: Iterable[Tensor], worker: int, tag: int) -> list[Any]:
+        """Begin to send."""
+        return [self._post.send([t], worker, tag) for t in some]
 
-    def _post(self, parts: Sequence[Part]) -> None:
-        """Say what this worker holds of the others' shares, and get ready to hear what they say of its own."""
-        letters, flats = self._letters, [part.open() for part in parts]
-        shares = in_shares(flats, self._workers)
-        room = self._room.pop()
-        rows = [[mine] * self._workers for mine in shares[self._me]]
-        heard, sent, answers = [], [], []
-        for worker, place in zip(self._others, room, strict=True):
-            free = place[: place.nbytes // flats[0].itemsize * flats[0].itemsize].view(flats[0].dtype)
-            for row in rows:
-                row[worker], free = free[: row[self._me].numel()], free[row[self._me].numel() :]
-                heard.append(letters.receive(row[worker], worker, TO_OWNER))
-            for piece in shares[worker]:
-                sent.append(letters.send(piece, worker, TO_OWNER))
-                answers.append(letters.receive(piece, worker, TO_ALL))
-        copied = any(part.is_copy(flat) for part, flat in zip(parts, flats, strict=True))
-        self._copies += copied
-        self._posted.append(_OnItsWay(parts, flats, copied, room, rows, heard, sent, answers))
+    def receive(self, some: Iterable[Tensor], worker: int, tag: int) -> list[Any]:
+        """Begin to receive."""
+        return [self._post.recv([t], worker, tag) for t in some]
 
-    def _answer_oldest(self) -> None:
-        """Average this worker's share of what was posted first, and give it to all."""
-        oldest = self._posted.popleft()
-        self._wait(oldest.heard)
-        for row in oldest.rows:
-            mine = row[self._me]
-            self._letters.write(partial(average, row, into=mine))
-            oldest.sent.extend(self._letters.send(mine, worker, TO_ALL) for worker in self._others)
-        self._room.append(oldest.room)
-        self._averaged.append(oldest)
-
-    def _close_oldest(self) -> None:
-        """Wait until what was posted first is averaged everywhere."""
-        if not self._averaged:
-            self._answer_oldest()
-        oldest = self._averaged.popleft()
-        self._wait([*oldest.answers, *oldest.sent])  # which hold on to the memory that they were given
-        for part, flat in zip(oldest.parts, oldest.flats, strict=True):
-            self._letters.write(partial(part.close, flat))
-        self._copies -= oldest.copied
-
-    def _wait(self, works: Iterable[Any]) -> None:
+    def wait(self, works: Iterable[Any]) -> None:
+        """Wait until letters have come, or have gone and no longer need the memory that they were given."""
         for work in works:
             work.wait() if self._limit is None else work.wait(self._limit)
             self.come += 1
+
+    def any_says(self, yes: bool) -> bool:
+        """Hear from all workers whether one of them says yes."""
+        said = torch.tensor([yes])
+        heard = [torch.empty_like(said) for _ in self.others]
+        works = [work for other, t in zip(self.others, heard, strict=True) for work in self.receive([t], other, SAYS)]
+        self.wait([*works, *(work for other in self.others for work in self.send([said], other, SAYS))])
+        return yes or any(map(bool, heard))
 
 
 def in_groups(parts: Iterable[Part], cap_bytes: int) -> Iterator[list[Part]]:
@@ -234,9 +115,37 @@ def in_shares(flats: Sequence[Tensor], workers: int) -> list[list[Tensor]]:
         share = []
         while wanted:
             flat = rest.popleft()
-            share.append(flat[:wanted])
-            if flat.numel() > wanted:
-                rest.appendleft(flat[wanted:])
-            wanted -= share[-1].numel()
+            size = flat.numel()
+            if size > wanted:
+                rest.appendleft(flat.narrow(0, wanted, size - wanted))
+                flat, size = flat.narrow(0, 0, wanted), wanted
+            share.append(flat)
+            wanted -= size
         shares.append(share)
     return shares
+
+
+class Room:
+    """Memory for shares, taken and given back. One dtype at a time: that of the groups that set out now."""
+
+    def __init__(self, groups: Iterable[Sequence[Part]], workers: int) -> None:
+        widest = 16  # bytes of an element: a share may have one more than another
+        self.share = max(sum(part.nbytes for part in group) for group in groups) // workers + widest
+        self._dtype = torch.uint8
+        self._free: list[Tensor] = []
+
+    def take(self, like: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Return memory for a share, and slices of it like those."""
+        if like and like[0].dtype != self._dtype:
+            self._dtype, self._free = like[0].dtype, []
+        memory = self._free.pop() if self._free else torch.empty(self.share // self._dtype.itemsize, dtype=self._dtype)
+        slices, at = [], 0
+        for t in like:
+            slices.append(memory.narrow(0, at, t.numel()))
+            at += t.numel()
+        return memory, slices
+
+    def give_back(self, memory: Tensor) -> None:
+        """Let others have it."""
+        if memory.dtype == self._dtype:
+            self._free.append(memory)

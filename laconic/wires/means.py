@@ -19,13 +19,11 @@ def average(rows: Sequence[Tensor], into: Tensor) -> None:
     >>> rows[1]
     tensor([1.5000, 5.0000])
     """
-    exactly = sums_exactly(into.dtype, len(rows))
+    if sums_exactly(into.dtype, len(rows)):
+        _scaled_sum(rows, into)
+        return
     for at in range(0, into.numel(), IN_CACHE):
-        few = [row[at : at + IN_CACHE] for row in rows]
-        if exactly:
-            _scaled_sum(few, into[at : at + IN_CACHE])
-        else:
-            into[at : at + IN_CACHE] = mean(few)
+        into[at : at + IN_CACHE] = mean([row[at : at + IN_CACHE] for row in rows])
 
 
 def sums_exactly(dtype: torch.dtype, workers: int) -> bool:

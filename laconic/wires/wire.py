@@ -54,12 +54,13 @@ class Part(Protocol):
         """How much travels."""
         ...
 
-    def open(self) -> Tensor:
-        """Return them as one flat tensor: in their own memory, or in a copy."""
+    @property
+    def copied(self) -> bool:
+        """Whether they must be copied to be one flat tensor."""
         ...
 
-    def is_copy(self, flat: Tensor) -> bool:
-        """Whether what `open` returned is a copy."""
+    def open(self) -> Tensor:
+        """Return them as one flat tensor: in their own memory, or in a copy."""
         ...
 
     def close(self, mean: Tensor) -> None:
@@ -83,13 +84,14 @@ class Whole:
         """How much travels."""
         return self.x.nbytes
 
+    @property
+    def copied(self) -> bool:
+        """Say no."""
+        return False
+
     def open(self) -> Tensor:
         """Return it."""
         return self.x
-
-    def is_copy(self, flat: Tensor) -> bool:
-        """Say no."""
-        return False
 
     def close(self, mean: Tensor) -> None:
         """Do nothing: the mean is there."""
@@ -172,7 +174,8 @@ def all_finite(tensors: Mapping[str, Tensor]) -> Tensor:
     sums = [_sum(t) for t in tensors.values()]
     if not sums:
         return torch.tensor(True)
-    ok = torch.stack([s.to(sums[0].dtype) for s in sums]).isfinite().all()
+    # On a GPU what counts is how few calls there are.
+    ok = sums[0].isfinite() if len(sums) == 1 else torch.stack([s.to(sums[0].dtype) for s in sums]).isfinite().all()
     if ok.device.type == "cpu" and not bool(ok):  # a sum may overflow though no term has
         return torch.stack([t.isfinite().all() for t in tensors.values()]).all()
     return ok

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from laconic import averaging
-from laconic.wires import letters
+from laconic.wires import correspondence, letters
 from laconic.wires.group import Conductor
+from laconic.wires.ring import Ring
+from laconic.wires.star import Star
 from laconic.wires.wire import Question, payload_bytes
 from tests.cluster.models import batch, mlp, weights
 from tests.faults.survivors import die, run_survivors, stand_still
@@ -110,26 +113,32 @@ def test_an_atomic_round_leaves_the_weights_as_they_were_before_it(text, how, wo
         assert torch.equal(before, after)
 
 
-def _lost_in_letters(worker: int, how: str) -> tuple[str, list[int]]:
+def _lost_in_letters(worker: int, how: str, way: str) -> tuple[str, list[int]]:
     """Weights that travel worker to worker, though they are few; and one worker that is lost half-way."""
-    averaging.LARGE, letters.GROUP, letters.ROOM = 1_000, 4_000, 8_000
-    answer, left = letters._Post._answer_oldest, iter(range(13))  # of several groups in a round
+    averaging.LARGE, letters.GROUP, letters.BUCKETS = 1_000, 4_000, 16_000
+    correspondence.ROUND = 0 if way == "ring" else 1 << 60
+    where = Ring if way == "ring" else Star
+    deliver, left = where.deliver, iter(range(13))  # of several groups in a round
 
-    def last_words(self: letters._Post) -> None:
+    def last_words(write: Callable[[Any], None], change: Any) -> None:
         if next(left, None) is None:
             {"dies": die, "stands still": stand_still}[how]()
-        answer(self)
+        write(change)
 
-    if worker == LOST:
-        letters._Post._answer_oldest = last_words  # type: ignore[method-assign]
+    def this_way(self: Any) -> None:
+        if worker == LOST:
+            self._mail.write = partial(last_words, self._mail.write)
+        deliver(self)
+
+    where.deliver = this_way  # type: ignore[method-assign]
     said, missing, *_ = _until_lost(worker, "post_local_sgd(period=4)", False, "nothing happens", {})
     return said, missing
 
 
-@pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.parametrize(("way", "workers"), [("star", 3), ("star", 4), ("ring", 4)])
 @pytest.mark.parametrize("how", ["dies", "stands still"])
-def test_a_worker_that_is_lost_among_letters_is_named(how, workers):
-    for said, missing in run_survivors(_lost_in_letters, workers, LOST, (how,)).values():
+def test_a_worker_that_is_lost_among_letters_is_named(how, way, workers):
+    for said, missing in run_survivors(_lost_in_letters, workers, LOST, (how, way)).values():
         assert missing == [LOST], said
         assert ", weights among" in said and f"worker {LOST} did not answer" in said
 

@@ -1,0 +1,91 @@
+"""Averaging worker to worker, in one piece of work that can be waited for like a collective."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from laconic.wires import letters
+from laconic.wires.letters import Letters, Mail, in_groups
+from laconic.wires.means import sums_exactly
+from laconic.wires.patience import aside
+from laconic.wires.ring import Ring
+from laconic.wires.star import Star
+from laconic.wires.wire import Part
+
+ROUND = 64 << 20
+"""From this many bytes on sums go round, where they can: of less, most would be on its way alone."""
+
+
+class Correspondents:
+    """The workers of one gloo group, who write to each other about tensors on the CPU."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._letters = Letters(group)
+        self._last: concurrent.futures.Future[Any] | None = None
+
+    def average(self, parts: Sequence[Part], limit_s: float | None) -> Correspondence:
+        """Average parts in a thread of its own, after those of earlier calls; each is closed with its mean."""
+        # A little longer than anyone is waiting: whoever gave up has done so by then.
+        mail = Mail(self._letters, None if limit_s is None else timedelta(seconds=limit_s + 5))
+        before = self._last
+
+        def deliver() -> None:
+            if before is not None:
+                before.result()  # letters of two at once could be taken for each other's
+            deliver_all(parts, mail)
+
+        self._last = aside(deliver)
+        return Correspondence(self._last, mail)
+
+    def give_up(self) -> None:
+        """From now on nothing that was averaged is changed by this worker, whatever still comes."""
+        self._letters.give_up()
+
+
+def deliver_all(parts: Sequence[Part], mail: Mail) -> None:
+    """Average parts over the workers."""
+    groups = list(in_groups(parts, letters.GROUP))
+    if groups:
+        with torch.no_grad():
+            (Ring if _goes_round(parts, mail) else Star)(mail, groups).deliver()
+
+
+def _goes_round(parts: Sequence[Part], mail: Mail) -> bool:
+    if sum(part.nbytes for part in parts) < ROUND or not all(sums_exactly(p.dtype, mail.workers) for p in parts):
+        return False
+    # Whether memory must be copied differs between workers, and a ring holds many groups at once.
+    return not mail.any_says(sum(part.nbytes for part in parts if part.copied) > letters.GROUP)
+
+
+@dataclass(frozen=True, eq=False)
+class Correspondence:
+    """Parts on their way, to be waited for like a collective.
+
+    A letter cannot be waited for in slices: gloo cuts the connection when time is up. So a thread waits for all.
+    """
+
+    _end: concurrent.futures.Future[Any]
+    _mail: Mail
+
+    @property
+    def come(self) -> int:
+        """How many letters have come so far."""
+        return self._mail.come
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for all, or for so long."""
+        try:
+            self._end.result(None if timeout is None else timeout.total_seconds())
+        except TimeoutError:
+            raise RuntimeError("the letters are still on their way") from None
+
+    def is_completed(self) -> bool:
+        """Whether all have ended, well or not."""
+        return self._end.done()
