@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,6 +79,11 @@ class Mail:
         for work in works:
             work.wait() if self._limit is None else work.wait(self._limit)
             self.come += 1
+
+    def close(self, parts: Sequence[Part], flats: Sequence[Tensor]) -> None:
+        """Give each part its mean, in the memory in which it was opened."""
+        for part, flat in zip(parts, flats, strict=True):
+            self.write(partial(part.close, flat))
 
     def any_says(self, yes: bool) -> bool:
         """Hear from all workers whether one of them says yes."""

@@ -42,11 +42,12 @@ class Ring:
         waiting = iter(self._groups)
         laps: list[tuple[int, Generator[None, None, None]]] = []
         for beat in itertools.count():
-            laps = [(since, lap) for since, lap in laps if (beat - since) % rest or next(lap, _END) is not _END]
+            laps = [(since, lap) for since, lap in laps if (beat - since) % rest or _goes_on(lap)]
             group = next(waiting, None)
             if group is not None:
-                laps.append((beat, self._lap(group)))
-                next(laps[-1][1])
+                lap = self._lap(group)
+                next(lap)
+                laps.append((beat, lap))
             elif not laps:
                 return
 
@@ -80,9 +81,12 @@ class Ring:
             if hop < workers - 2:
                 going += mail.send(shares[hop], self._after, TO_TELL + hop + 1)
         mail.wait(going)
-        for part, flat in zip(parts, flats, strict=True):
-            if part.copied:
-                mail.write(partial(part.close, flat))
+        mail.close(parts, flats)
+
+
+def _goes_on(lap: Generator[None, None, None]) -> bool:
+    """Let a lap go on, and tell whether it is still under way."""
+    return next(lap, _END) is not _END
 
 
 def _add(sums: Sequence[Tensor], own: Sequence[Tensor], into: Sequence[Tensor], scale: float) -> None:

@@ -102,6 +102,5 @@ class Star:
             self._answer_oldest()
         oldest = self._averaged.popleft()
         self._mail.wait([*oldest.answers, *oldest.sent])  # which hold on to the memory that they were given
-        for part, flat in zip(oldest.parts, oldest.flats, strict=True):
-            self._mail.write(partial(part.close, flat))
+        self._mail.close(oldest.parts, oldest.flats)
         self._copies -= oldest.copied
