@@ -74,7 +74,8 @@ class Piece:
     def close(self, mean: Tensor) -> None:
         """Write the mean over them."""
         if mean.data_ptr() != next(iter(self.tensors.values())).data_ptr():
-            write(self.tensors, unpack(mean, like=self.tensors))
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.tensors.values()), list(unpack(mean, like=self.tensors).values()))
 
 
 def pieces_of(tensors: Mapping[str, Tensor], cap_bytes: int) -> Iterator[Piece]:

@@ -1,34 +1,21 @@
 """Which address this machine would tell the others: interfaces, its own name, and the name of the first worker's host.
 
-gloo takes the interface in GLOO_SOCKET_IFNAME. Without it, it resolves this host's name and binds to the first address
-that it can. Debian and Ubuntu write `127.0.1.1 myhost` into /etc/hosts, and then every worker tells the others to
-reach it at 127.0.1.1, where each of them finds only itself.
+`addresses.py` says how gloo chooses. Debian and Ubuntu write `127.0.1.1 myhost` into /etc/hosts, and then every worker
+tells the others to reach it at 127.0.1.1, where each of them finds only itself.
 """
 
 from __future__ import annotations
 
 import socket
-import struct
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address, ip_address
-from pathlib import Path
 from typing import TypeAlias
 
+from laconic.addresses import Card, can_bind, cards_here, is_loopback, resolve
 from laconic.doctor.finding import Finding, ok, problem, warning
 
-SIOCGIFADDR = 0x8915
 Resolver: TypeAlias = Callable[[str], Sequence[str]]
 Binder: TypeAlias = Callable[[str], bool]
-
-
-@dataclass(frozen=True)
-class Card:
-    """A network interface with one of its addresses."""
-
-    name: str
-    address: str
 
 
 @dataclass(frozen=True)
@@ -43,61 +30,7 @@ class Host:
 
 def host_here() -> Host:
     """What this machine is."""
-    return Host(socket.gethostname(), tuple(cards_here(Path("/proc/net/if_inet6"))), resolve, can_bind)
-
-
-def cards_here(if_inet6: Path) -> list[Card]:
-    """Interfaces and their addresses: IPv4 as the kernel tells, IPv6 from its file, but those of one link only."""
-    cards = [Card(name, address) for _, name in socket.if_nameindex() if (address := _ipv4_of(name)) is not None]
-    return cards + ipv6_cards(if_inet6)
-
-
-def ipv6_cards(if_inet6: Path) -> list[Card]:
-    """The IPv6 addresses of /proc/net/if_inet6."""
-    try:
-        lines = [line.split() for line in if_inet6.read_text().splitlines()]
-    except OSError:
-        return []
-    found = [Card(words[5], str(IPv6Address(bytes.fromhex(words[0])))) for words in lines if len(words) == 6]
-    return [card for card in found if not ip_address(card.address).is_link_local]
-
-
-def _ipv4_of(card: str) -> str | None:
-    if sys.platform != "linux":
-        return None
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", card.encode()[:15]))
-        except OSError:  # it is down, or has no IPv4 address
-            return None
-    return str(IPv4Address(answer[20:24]))
-
-
-def resolve(name: str) -> list[str]:
-    """The addresses of a name; none if nobody knows it."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-
-def can_bind(address: str) -> bool:
-    """Whether an address is one of this machine's."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address means "this very machine", whoever reads it."""
-    return ip_address(address.partition("%")[0]).is_loopback
+    return Host(socket.gethostname(), tuple(cards_here()), resolve, can_bind)
 
 
 def check_interfaces(host: Host, environ: Mapping[str, str], several_hosts: bool) -> list[Finding]:

@@ -17,10 +17,14 @@ from laconic.wires.means import sums_exactly
 from laconic.wires.patience import aside
 from laconic.wires.ring import Ring
 from laconic.wires.star import Star
+from laconic.wires.stream import Stream, meet
 from laconic.wires.wire import Part
 
 ROUND = 64 << 20
 """From this many bytes on sums go round, where they can: of less, most would be on its way alone."""
+
+STOP_S = 1.0
+"""How long a worker that gives up waits for its threads to let go of what they were writing to."""
 
 
 class Correspondents:
@@ -28,6 +32,9 @@ class Correspondents:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._letters = Letters(group)
+        self._stream: Stream | None = None
+        self._on_foot = False
+        """Whether a worker could not reach its neighbour: then all go by letter for good."""
         self._last: concurrent.futures.Future[Any] | None = None
 
     def average(self, parts: Sequence[Part], limit_s: float | None) -> Correspondence:
@@ -39,7 +46,12 @@ class Correspondents:
         def deliver() -> None:
             if before is not None:
                 before.result()  # letters of two at once could be taken for each other's
-            deliver_all(parts, mail)
+            try:
+                self._deliver(parts, mail)
+            except RuntimeError as error:
+                if self._letters.given_up:
+                    raise RuntimeError("the letters were given up") from error
+                raise
 
         self._last = aside(deliver)
         return Correspondence(self._last, mail)
@@ -47,21 +59,39 @@ class Correspondents:
     def give_up(self) -> None:
         """From now on nothing that was averaged is changed by this worker, whatever still comes."""
         self._letters.give_up()
+        self.close()
+        if self._stream is not None and self._last is not None:
+            concurrent.futures.wait([self._last], STOP_S)
 
+    def close(self) -> None:
+        """Let go of connections; workers that average again make new ones."""
+        if self._stream is not None:
+            self._stream.stop()
 
-def deliver_all(parts: Sequence[Part], mail: Mail) -> None:
-    """Average parts over the workers."""
-    groups = list(in_groups(parts, letters.GROUP))
-    if groups:
+    def _deliver(self, parts: Sequence[Part], mail: Mail) -> None:
+        """Average parts over the workers."""
+        groups = list(in_groups(parts, letters.GROUP))
+        if not groups:
+            return
         with torch.no_grad():
-            (Ring if _goes_round(parts, mail) else Star)(mail, groups).deliver()
+            stream = self._around(parts, mail)
+            (Star(mail, groups) if stream is None else Ring(mail, parts, stream)).deliver()
 
-
-def _goes_round(parts: Sequence[Part], mail: Mail) -> bool:
-    if sum(part.nbytes for part in parts) < ROUND or not all(sums_exactly(p.dtype, mail.workers) for p in parts):
-        return False
-    # Whether memory must be copied differs between workers, and a ring holds many groups at once.
-    return not mail.any_says(sum(part.nbytes for part in parts if part.copied) > letters.GROUP)
+    def _around(self, parts: Sequence[Part], mail: Mail) -> Stream | None:
+        """Decide, as all workers do, whether sums go round; if so, return the connections for it."""
+        if sum(part.nbytes for part in parts) < ROUND or not all(sums_exactly(p.dtype, mail.workers) for p in parts):
+            return None
+        # Whether memory must be copied differs between workers, and a ring holds several groups at once.
+        copies = sum(part.nbytes for part in parts if part.copied) > letters.GROUP
+        apart = self._stream is None or self._stream.stopped
+        copies, on_foot, apart = mail.any_says(copies, self._on_foot, apart)
+        if copies or on_foot:
+            return None
+        if apart:
+            self.close()
+            self._stream = meet(mail)
+            self._on_foot = self._stream is None
+        return self._stream
 
 
 @dataclass(frozen=True, eq=False)

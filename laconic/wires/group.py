@@ -183,6 +183,8 @@ class Conductor:
         """End the thread. The group itself goes with torch's `destroy_process_group`."""
         if self._stop is not None:
             self._stop()
+        if self._letters is not None:
+            self._letters.close()
         self._stop = self._thread = None
 
     def abandon(self) -> None:

@@ -1,8 +1,8 @@
 """Letters from worker to worker, about tensors on the CPU, over gloo.
 
 A collective adds, but does not divide, and wants one tensor of its own. With letters a worker divides its own share
-alone, and parts are sent from where they lie, and heard there. `star.py` and `ring.py` are two ways to average with
-them; the bytes are those of an all-reduce.
+alone, and parts are sent from where they lie, and heard there (`star.py`); the bytes are those of an all-reduce. Where
+sums can be passed on, letters only agree on the way, and `ring.py` has connections of its own.
 
 Letters between two workers with one tag arrive in the order of posting, so all is posted ahead.
 """
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,14 @@ class Letters:
         self.post: Any = group._get_backend(torch.device("cpu"))
         self.me, self.workers = group.rank(), group.size()
         self.others = [(self.me + far) % self.workers for far in range(1, self.workers)]
+        self.timeout: timedelta = self.post.options._timeout
         self._given_up = False
         self._writing = threading.Lock()
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nobody waits for them any more."""
+        return self._given_up
 
     def give_up(self) -> None:
         """From now on nothing that was averaged is changed by this worker, whatever still comes."""
@@ -61,6 +67,7 @@ class Mail:
 
     def __init__(self, letters: Letters, limit: timedelta | None) -> None:
         self._limit = limit
+        self.limit_s = (limit or letters.timeout).total_seconds()
         self.me, self.workers, self.others = letters.me, letters.workers, letters.others
         self.write = letters.write
         self._post = letters.post
@@ -85,18 +92,22 @@ class Mail:
         for part, flat in zip(parts, flats, strict=True):
             self.write(partial(part.close, flat))
 
-    def any_says(self, yes: bool) -> bool:
-        """Hear from all workers whether one of them says yes."""
-        said = torch.tensor([yes])
+    def any_says(self, *words: bool) -> list[bool]:
+        """Hear from all workers, for each word, whether one of them says yes to it."""
+        said = torch.tensor(words)
         heard = [torch.empty_like(said) for _ in self.others]
         works = [work for other, t in zip(self.others, heard, strict=True) for work in self.receive([t], other, SAYS)]
         self.wait([*works, *(work for other in self.others for work in self.send([said], other, SAYS))])
-        return yes or any(map(bool, heard))
+        found: list[bool] = torch.stack([said, *heard]).any(0).tolist()
+        return found
 
 
-def in_groups(parts: Iterable[Part], cap_bytes: int) -> Iterator[list[Part]]:
+Numbers = TypeVar("Numbers", Part, Tensor)
+
+
+def in_groups(parts: Iterable[Numbers], cap_bytes: int) -> Iterator[list[Numbers]]:
     """Put parts of one dtype that follow each other together, up to so many bytes. Those of none are left out."""
-    group: list[Part] = []
+    group: list[Numbers] = []
     for part in parts:
         if group and (part.dtype != group[0].dtype or sum(each.nbytes for each in group) + part.nbytes > cap_bytes):
             yield group
@@ -107,26 +118,30 @@ def in_groups(parts: Iterable[Part], cap_bytes: int) -> Iterator[list[Part]]:
         yield group
 
 
-def in_shares(flats: Sequence[Tensor], workers: int) -> list[list[Tensor]]:
+Flat = TypeVar("Flat", Tensor, memoryview)
+
+
+def in_shares(flats: Sequence[Flat], workers: int) -> list[list[Flat]]:
     """Cut flat tensors, end to end, into shares of the same size but for one element, as slices of the tensors.
+
+    Or so their memory.
 
     >>> in_shares([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], workers=2)
     [[tensor([1, 2])], [tensor([3]), tensor([4, 5])]]
     """
-    total = sum(flat.numel() for flat in flats)
-    shares: list[list[Tensor]] = []
-    rest = deque(flats)
+    total = sum(map(len, flats))
+    shares: list[list[Flat]] = []
+    rest, at = deque(flats), 0
     for worker in range(workers):
         wanted = total * (worker + 1) // workers - total * worker // workers
         share = []
         while wanted:
-            flat = rest.popleft()
-            size = flat.numel()
-            if size > wanted:
-                rest.appendleft(flat.narrow(0, wanted, size - wanted))
-                flat, size = flat.narrow(0, 0, wanted), wanted
-            share.append(flat)
-            wanted -= size
+            size = min(wanted, len(rest[0]) - at)
+            share.append(rest[0][at : at + size])
+            wanted, at = wanted - size, at + size
+            if at == len(rest[0]):
+                rest.popleft()
+                at = 0
         shares.append(share)
     return shares
 

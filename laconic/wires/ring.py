@@ -2,86 +2,138 @@
 
 A worker talks to its neighbours only, and adds what it has just heard, while that is in the cache. Between machines a
 ring says less than a star: only those at the ends of a machine's row of workers talk to another machine. But sums must
-be exact enough to be passed on, and a word takes `2 (workers - 1)` letters to reach everybody: it is for large models.
+be exact enough to be passed on, and a word is passed on `2 (workers - 1)` times until all have it: it is for large
+models.
 
-All workers must take the same steps: each waits for the one before it. So this depends on shapes and dtypes alone.
+All workers must take the same steps, for nothing says what it is. So these depend on shapes and dtypes alone.
+
+What passes through a core pushes everything else out of its caches, and any call to torch then takes tens of
+microseconds. So views are made before anything is said.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from laconic.wires import letters
-from laconic.wires.letters import Mail, Room, in_shares
+from laconic.wires.letters import Mail, in_groups, in_shares
+from laconic.wires.stream import Stream, memory_of
 from laconic.wires.wire import Part
 
-TO_ADD, TO_TELL = letters.SAYS + 0x10000, letters.SAYS + 0x20000
-"""And how often a letter has been passed on."""
+SHARE = 2 << 20
+"""Bytes that are said at a time: less costs calls, and more is no longer in the cache when it is added."""
+
+NEAR, FAR = 1, 8
+"""Laps at a time. On one machine more would only fill its caches; elsewhere links must not wait for one another."""
 
 _END = object()
 
 
-class Ring:
-    """One correspondence about groups of parts."""
+@dataclass(frozen=True, eq=False)
+class _Share:
+    """A share of what goes round together, in slices, and the memory of these."""
 
-    def __init__(self, mail: Mail, groups: Sequence[Sequence[Part]]) -> None:
-        self._mail, self._groups = mail, groups
-        self._before, self._after = (mail.me - 1) % mail.workers, (mail.me + 1) % mail.workers
-        self._room = Room(groups, mail.workers)
+    slices: Sequence[Tensor]
+    columns: Sequence[Tensor]
+    """The slices as `_begin_sum` takes them."""
+    memory: Sequence[memoryview]
+
+
+class _Sums:
+    """Memory for a share that is being added up."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self._whole = torch.empty(size, dtype=dtype)
+        self._memory = memory_of(self._whole)
+        self._cuts: dict[tuple[int, ...], _Share] = {}
+
+    def like(self, share: _Share) -> _Share:
+        """See it as a share with slices of the same sizes, which lie side by side."""
+        sizes = tuple(map(len, share.memory))
+        if sizes not in self._cuts:
+            size = sum(sizes)
+            self._cuts[sizes] = _share(self._whole[:size].split(sizes), [self._memory[:size]])
+        return self._cuts[sizes]
+
+
+class Ring:
+    """One correspondence about parts, over a stream instead of letters. All parts are open at once."""
+
+    def __init__(self, mail: Mail, parts: Sequence[Part], stream: Stream) -> None:
+        self._mail, self._parts, self._stream = mail, [part for part in parts if part.nbytes], stream
+        dtypes = {part.dtype for part in self._parts}
+        self._free: dict[torch.dtype, list[_Sums]] = {dtype: [] for dtype in dtypes}
+        self._ones = {dtype: torch.ones(1, dtype=dtype) for dtype in dtypes}
 
     def deliver(self) -> None:
-        """Average all parts, and close them with their means: at each beat a group sets out, and others pass on."""
-        hops = len(self._mail.others)
-        held = sum(range(2, hops + 1)) + hops  # shares: from when a lap sets out until each has been passed on
-        rest = max(1, (letters.BUCKETS - letters.GROUP) // (self._room.share * held))
-        waiting = iter(self._groups)
-        laps: list[tuple[int, Generator[None, None, None]]] = []
+        """Average all parts, and close them with their means."""
+        flats = [part.open() for part in self._parts]
+        most = SHARE * self._mail.workers
+        pieces = (piece for flat in flats for piece in flat.tensor_split(-(-flat.nbytes // most)))
+        waiting = [self._lap(self._shares(group)) for group in in_groups(pieces, most)]
+        with self._stream.talk(self._mail.limit_s):
+            self._go_round(waiting)
+        self._mail.close(self._parts, flats)
+
+    def _go_round(self, waiting: Sequence[Generator[None, None, None]]) -> None:
+        """At some beats a lap sets out; at some it goes on, to where the next share has come by."""
+        passes, wanted = 2 * len(self._mail.others), FAR if self._stream.far else NEAR
+        apart, rest = max(1, passes // wanted), max(1, wanted // passes)  # beats: between two laps, and of one
+        setting_out, laps = iter(waiting), list[tuple[int, Generator[None, None, None]]]()
         for beat in itertools.count():
             laps = [(since, lap) for since, lap in laps if (beat - since) % rest or _goes_on(lap)]
-            group = next(waiting, None)
-            if group is not None:
-                lap = self._lap(group)
-                next(lap)
-                laps.append((beat, lap))
-            elif not laps:
-                return
+            if beat % apart == 0:
+                lap = next(setting_out, None)
+                if lap is not None:
+                    next(lap)
+                    laps.append((beat, lap))
+                elif not laps:
+                    return
 
-    def _lap(self, parts: Sequence[Part]) -> Generator[None, None, None]:
-        """Average parts; after each letter that is passed on, let others go."""
-        mail, workers = self._mail, self._mail.workers
-        flats = [part.open() for part in parts]
-        shares = in_shares(flats, workers)
-        shares = [shares[(mail.me - hop) % workers] for hop in range(workers)]  # in the order in which they come by
-        # All is expected before it is sent: a letter that nobody expects waits for its reader, and takes two more.
-        places = [self._room.take(like=share) for share in shares[1:]]
-        coming = [mail.receive(sums, self._before, TO_ADD + hop) for hop, (_, sums) in enumerate(places)]
-        told = [mail.receive(share, self._before, TO_TELL + hop) for hop, share in enumerate(shares[:-1])]
-        going = mail.send(shares[0], self._after, TO_ADD)
-        for hop, (_, sums) in enumerate(places):
-            own, whole = shares[hop + 1], hop == workers - 2
+    def _shares(self, flats: Sequence[Tensor]) -> list[_Share]:
+        """Cut flat tensors into shares, in the order in which these come by."""
+        workers, me = self._mail.workers, self._mail.me
+        slices, memory = in_shares(flats, workers), in_shares([memory_of(flat) for flat in flats], workers)
+        return [_share(slices[(me - hop) % workers], memory[(me - hop) % workers]) for hop in range(workers)]
+
+    def _lap(self, shares: Sequence[_Share]) -> Generator[None, None, None]:
+        """Average what goes round together; before each share that comes by, let others go."""
+        say, write, scale = self._stream.say, self._mail.write, 1 / self._mail.workers
+        dtype, last = next(t.dtype for share in shares for t in share.slices), len(shares) - 1
+        free, begin_sum = self._free[dtype], partial(_begin_sum, self._ones[dtype])
+        say(shares[0].memory)
+        for hop, own in enumerate(shares[1:], start=1):
             yield
-            mail.wait(coming[hop])
-            if hop == 0:
-                for said in sums:
-                    said.mul_(1 / workers)  # before it is added to, so that nothing overflows
-            add = partial(_add, sums, own, own if whole else sums, 1 / workers)
-            mail.write(add) if whole else add()
-            mail.wait(going)
-            going = mail.send(own, self._after, TO_TELL) if whole else mail.send(sums, self._after, TO_ADD + hop + 1)
-            for memory, _ in places[hop - 1 : hop] + (places[hop:] if whole else []):
-                self._room.give_back(memory)
-        for hop in range(workers - 1):
+            sums = free.pop() if free else _Sums(SHARE // dtype.itemsize + 1, dtype)
+            said = sums.like(own)
+            self._hear(said)
+            add = begin_sum if hop == 1 else _add
+            if hop < last:
+                add(said, own, said, scale)
+                say(said.memory, then=partial(free.append, sums))
+            else:
+                write(partial(add, said, own, own, scale))
+                free.append(sums)
+                say(own.memory)
+        for hop, own in enumerate(shares[:-1], start=1):
             yield
-            mail.wait(told[hop])
-            if hop < workers - 2:
-                going += mail.send(shares[hop], self._after, TO_TELL + hop + 1)
-        mail.wait(going)
-        mail.close(parts, flats)
+            self._hear(own)
+            if hop < last:
+                say(own.memory)
+
+    def _hear(self, share: _Share) -> None:
+        for memory in share.memory:
+            self._stream.hear(memory)
+        self._mail.come += 1
+
+
+def _share(slices: Sequence[Tensor], memory: Sequence[memoryview]) -> _Share:
+    return _Share(slices, [t.view(-1, 1) for t in slices], memory)
 
 
 def _goes_on(lap: Generator[None, None, None]) -> bool:
@@ -89,6 +141,12 @@ def _goes_on(lap: Generator[None, None, None]) -> bool:
     return next(lap, _END) is not _END
 
 
-def _add(sums: Sequence[Tensor], own: Sequence[Tensor], into: Sequence[Tensor], scale: float) -> None:
-    for sum_, weight, place in zip(sums, own, into, strict=True):
+def _begin_sum(one: Tensor, said: _Share, own: _Share, into: _Share, scale: float) -> None:
+    """Divide both before they are added, so that nothing overflows, in one pass over memory."""
+    for first, second, place in zip(said.columns, own.slices, into.columns, strict=True):
+        torch.addr(first, second, one, beta=scale, alpha=scale, out=place)
+
+
+def _add(sums: _Share, own: _Share, into: _Share, scale: float) -> None:
+    for sum_, weight, place in zip(sums.slices, own.slices, into.slices, strict=True):
         torch.add(sum_, weight, alpha=scale, out=place)

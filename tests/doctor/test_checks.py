@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from laconic.addresses import Card, can_bind, ipv6_cards, is_loopback, resolve
 from laconic.doctor import backends, data, limits, network, sockets, versions
 from laconic.doctor.backends import Built, Device
 from laconic.doctor.finding import Finding, from_json, has_problem, merged, ok, problem
-from laconic.doctor.network import Card, Host
+from laconic.doctor.network import Host
 
 HERE = {"python": "3.12.1", "torch": "2.13.0+cpu", "laconic": "0.1.0"}
 LO, ETH = Card("lo", "127.0.0.1"), Card("eth0", "10.0.0.7")
@@ -135,15 +136,15 @@ class TestNetwork:
     def test_ipv6_from_the_kernels_file(self, tmp_path):
         addresses = ("fd000000000000000000000000000002", "fe80000000000000000000000000abcd")
         file = write(tmp_path, if_inet6="".join(f"{each} 04 40 00 82 eth0\n" for each in addresses))
-        assert network.ipv6_cards(file / "if_inet6") == [Card("eth0", "fd00::2")]
-        assert network.ipv6_cards(file / "none") == []
+        assert ipv6_cards(file / "if_inet6") == [Card("eth0", "fd00::2")]
+        assert ipv6_cards(file / "none") == []
 
     def test_the_real_machine(self):
         here = network.host_here()
-        assert any(network.is_loopback(card.address) for card in here.cards)
-        assert network.resolve("no-such-host.invalid") == []
-        assert network.can_bind("127.0.0.1")
-        assert not network.can_bind("203.0.113.9")
+        assert any(is_loopback(card.address) for card in here.cards)
+        assert resolve("no-such-host.invalid") == []
+        assert can_bind("127.0.0.1")
+        assert not can_bind("203.0.113.9")
 
 
 class TestSockets:
