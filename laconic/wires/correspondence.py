@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +21,9 @@ from laconic.wires.star import Star
 from laconic.wires.stream import Stream, meet
 from laconic.wires.wire import Part
 
-ROUND = 64 << 20
+logger = logging.getLogger(__name__)
+
+ROUND = 16 << 20
 """From this many bytes on sums go round, where they can: of less, most would be on its way alone."""
 
 STOP_S = 1.0
@@ -59,8 +62,9 @@ class Correspondents:
     def give_up(self) -> None:
         """From now on nothing that was averaged is changed by this worker, whatever still comes."""
         self._letters.give_up()
+        writing = self._stream is not None and self._stream.talking
         self.close()
-        if self._stream is not None and self._last is not None:
+        if writing and self._last is not None:
             concurrent.futures.wait([self._last], STOP_S)
 
     def close(self) -> None:
@@ -91,6 +95,8 @@ class Correspondents:
             self.close()
             self._stream = meet(mail)
             self._on_foot = self._stream is None
+            if self._on_foot:
+                logger.info("workers cannot reach each other but through gloo, and average their weights more slowly")
         return self._stream
 
 

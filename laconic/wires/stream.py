@@ -30,8 +30,11 @@ from laconic.wires import letters
 from laconic.wires.letters import Mail
 from laconic.wires.patience import aside
 
-MEET_S = 10.0
+MEET_S = 5.0
 """How long workers try to reach each other before they do without."""
+
+GREET_S = 1.0
+"""How long a guest may take to say the secret, of which it knows before it knocks."""
 
 _SECRET = 16
 """Bytes that a worker expects of the one before it, and as many with which it answers."""
@@ -51,9 +54,9 @@ class Stream:
         self.far = False
         """Whether some of the workers are on another machine."""
         self._to_say: queue.SimpleQueue[_Said | None] = queue.SimpleQueue()
-        self._talking = False
+        self.talking = self._stopping = False
         self._handed_over = self._gone = 0  # to the thread that speaks, and by it
-        self._stop = weakref.finalize(self, _close, before, after)
+        self._stop = weakref.finalize(self, _close, os.getpid(), before, after)
         for each in (before, after):
             each.settimeout(None)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -65,7 +68,8 @@ class Stream:
 
     def stop(self) -> None:
         """End it; whoever waits in it is told so by an error."""
-        if self._talking:  # whose threads close it: until then its number must not become that of another file
+        self._stopping = True
+        if self.talking:  # whose threads close it: until then its number must not become that of another file
             _shut_down(self._before, self._after)
         else:
             self._stop()
@@ -73,25 +77,27 @@ class Stream:
     @contextlib.contextmanager
     def talk(self, limit_s: float) -> Iterator[None]:
         """Say and hear, and end when all has been said. An error ends the stream: what is on its way has no reader."""
-        for each in (self._before, self._after):
-            for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                each.setsockopt(socket.SOL_SOCKET, way, struct.pack("@ll", int(limit_s), int(limit_s % 1 * 1e6)))
-        self._talking = True
+        limit = struct.pack("@ll", int(limit_s), int(limit_s % 1 * 1e6))
+        self.talking = True
         speaker = aside(self._speak)
         try:
+            for each in (self._before, self._after):
+                for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                    each.setsockopt(socket.SOL_SOCKET, way, limit)
             yield
             self._to_say.put(None)
             speaker.result()
         except BaseException as error:
-            _shut_down(self._before, self._after)
+            self.stop()
             self._to_say.put(None)
             said = speaker.exception()
-            self._talking = False
-            self.stop()
             if not isinstance(error, OSError):
                 raise
             raise RuntimeError(_why(said if isinstance(said, OSError) else error, limit_s)) from error
-        self._talking = False
+        finally:
+            self.talking = False
+            if self._stopping:
+                self._stop()
 
     def say(self, memory: Sequence[memoryview], then: Callable[[], None] | None = None) -> None:
         """Begin to send, after all that was said before; when it has gone, do what comes then."""
@@ -174,7 +180,7 @@ class _Door:
 
 def _listener() -> socket.socket | None:
     """Listen where gloo does, unless users want gloo to talk in another way than plain TCP."""
-    if os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP").upper() != "TCP":
+    if os.name != "posix" or os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP").upper() != "TCP":
         return None
     address = gloos_address(os.environ)
     if address is None:
@@ -219,7 +225,7 @@ def _let_in(listener: socket.socket, secret: bytes, until: float) -> socket.sock
         listener.settimeout(_left(until))
         guest, _ = listener.accept()
         with contextlib.suppress(OSError):
-            if secrets.compare_digest(_some(guest, _SECRET, until), secret[:_SECRET]):
+            if secrets.compare_digest(_some(guest, _SECRET, time.monotonic() + GREET_S), secret[:_SECRET]):
                 guest.sendall(secret[_SECRET:])
                 return guest
         guest.close()
@@ -250,8 +256,9 @@ def _shut_down(*sockets: socket.socket) -> None:
             each.shutdown(socket.SHUT_RDWR)
 
 
-def _close(*sockets: socket.socket) -> None:
-    _shut_down(*sockets)
+def _close(whose: int, *sockets: socket.socket) -> None:
+    if os.getpid() == whose:  # and not a child that was forked
+        _shut_down(*sockets)
     for each in sockets:
         each.close()
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from laconic import averaging
-from laconic.wires import correspondence, letters
+from laconic.wires import correspondence, letters, ring
 from laconic.wires.group import Conductor
 from laconic.wires.ring import Ring
 from laconic.wires.star import Star
@@ -116,7 +116,7 @@ def test_an_atomic_round_leaves_the_weights_as_they_were_before_it(text, how, wo
 def _lost_in_letters(worker: int, how: str, way: str) -> tuple[str, list[int]]:
     """Weights that travel worker to worker, though they are few; and one worker that is lost half-way."""
     averaging.LARGE, letters.GROUP, letters.BUCKETS = 1_000, 4_000, 16_000
-    correspondence.ROUND = 0 if way == "ring" else 1 << 60
+    correspondence.ROUND, ring.SHARE = 0 if way == "ring" else 1 << 60, 1_000
     where = Ring if way == "ring" else Star
     deliver, left = where.deliver, iter(range(13))  # of several groups in a round
 
