@@ -505,14 +505,14 @@ def test_extra_memory_of_letters_is_bounded(make: Callable[[], dict[str, Tensor]
         assert peak <= BUCKETS - (2 - copies) * GROUP + SMALL_CHANGE
 
 
-def _peak_from_afar(worker: int, make: Callable[[], dict[str, Tensor]]) -> int:
-    """As if workers were on several machines; one of them is slow to hear, so that much waits to be said to it."""
+def _peak_in_a_ring(worker: int, make: Callable[[], dict[str, Tensor]], where: str) -> int:
+    """Wherever workers are, one of them is slow to hear, so that much waits to be said to it."""
     hear = stream.Stream.hear
 
-    def far(mail: letters.Mail) -> stream.Stream | None:
+    def meet(mail: letters.Mail) -> stream.Stream | None:
         found = stream.meet(mail)
         assert found is not None
-        found.far = True
+        found.far, found.crowded = where == "far", where == "crowded"
         found._after.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return found
 
@@ -520,21 +520,22 @@ def _peak_from_afar(worker: int, make: Callable[[], dict[str, Tensor]]) -> int:
         time.sleep(0.002 if worker == 1 else 0.0)
         hear(self, memory)
 
-    vars(correspondence)["meet"] = far
+    vars(correspondence)["meet"] = meet
     stream.Stream.hear = slowly  # type: ignore[method-assign]
     return _peak(worker, make, "ring")
 
 
+@pytest.mark.parametrize("where", ["crowded", "near", "far"])
 @pytest.mark.parametrize(
-    ("make", "workers", "copies"),
-    [(_many_large, 2, 0), (_many_large, 4, 0), (_many_large_and_some_small, 4, 1)],
+    ("make", "workers", "copies"), [(_many_large, 2, 0), (_many_large, 4, 0), (_many_large_and_some_small, 4, 1)]
 )
-@pytest.mark.parametrize("far", [False, True])
-def test_extra_memory_of_a_ring_is_bounded(make: Callable[[], dict[str, Tensor]], workers: int, copies: int, far: bool):
+def test_extra_memory_of_a_ring_is_bounded(
+    make: Callable[[], dict[str, Tensor]], workers: int, copies: int, where: str
+):
     """Of each lap the sums that are to be said, and one that comes."""
-    laps = min(ring.FAR, 2 * (workers - 1)) if far else ring.NEAR
+    laps = 1 if where == "crowded" else 2 * (workers - 1)
     most = (laps * (workers - 2) + 1) * (SHARE + 8) + copies * GROUP
-    for peak in run_workers(_peak_from_afar, workers, (make,)) if far else run_workers(_peak, workers, (make, "ring")):
+    for peak in run_workers(_peak_in_a_ring, workers, (make, where)):
         assert peak <= most + SMALL_CHANGE
 
 

@@ -48,7 +48,8 @@ def _numbers(worker: int) -> list[Tensor]:
 def _said_before_heard(worker: int) -> bool:
     """All say all that they have before any of them listens."""
     talk, gone = _met(), []
-    for _ in range(2):
+    for crowded in (False, True):
+        talk.crowded = crowded
         heard = [torch.empty_like(t) for t in _numbers(worker)]
         with talk.talk(20):
             for number, t in enumerate(_numbers(worker)):

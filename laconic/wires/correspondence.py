@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import ctypes
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +49,7 @@ class Correspondents:
         before = self._last
 
         def deliver() -> None:
+            _work_alone()
             if before is not None:
                 before.result()  # letters of two at once could be taken for each other's
             try:
@@ -98,6 +101,13 @@ class Correspondents:
             if self._on_foot:
                 logger.info("workers cannot reach each other but through gloo, and average their weights more slowly")
         return self._stream
+
+
+def _work_alone() -> None:
+    """Let torch compute in this thread alone: it is new, and would have to start others first, for each round anew."""
+    torch.get_num_threads()  # gives a new thread its number, which would undo ours later
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # where there is no OpenMP to be told
+        ctypes.CDLL(None).omp_set_num_threads(1)
 
 
 @dataclass(frozen=True, eq=False)

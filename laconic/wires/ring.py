@@ -28,8 +28,9 @@ from laconic.wires.wire import Part
 SHARE = 2 << 20
 """Bytes that are said at a time: less costs calls, and more is no longer in the cache when it is added."""
 
-NEAR, FAR = 1, 8
-"""Laps at a time. On one machine more would only fill its caches; elsewhere links must not wait for one another."""
+CROWDED, NEAR, FAR = 1, 4, 8
+"""Laps at a time, or a few more. Where cores are few, more would only fill their caches; else neighbours must not wait
+for one another, and links between machines even less."""
 
 _END = object()
 
@@ -82,7 +83,8 @@ class Ring:
 
     def _go_round(self, waiting: Sequence[Generator[None, None, None]]) -> None:
         """At some beats a lap sets out; at some it goes on, to where the next share has come by."""
-        passes, wanted = 2 * len(self._mail.others), FAR if self._stream.far else NEAR
+        wanted = FAR if self._stream.far else CROWDED if self._stream.crowded else NEAR
+        passes = 2 * len(self._mail.others)
         apart, rest = max(1, passes // wanted), max(1, wanted // passes)  # beats: between two laps, and of one
         setting_out, laps = iter(waiting), list[tuple[int, Generator[None, None, None]]]()
         for beat in itertools.count():

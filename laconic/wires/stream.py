@@ -53,6 +53,8 @@ class Stream:
         self._before, self._after = before, after
         self.far = False
         """Whether some of the workers are on another machine."""
+        self.crowded = False
+        """Whether there are too few cores for two threads of each worker, if they are all on this machine."""
         self._to_say: queue.SimpleQueue[_Said | None] = queue.SimpleQueue()
         self.talking = self._stopping = False
         self._handed_over = self._gone = 0  # to the thread that speaks, and by it
@@ -101,7 +103,7 @@ class Stream:
 
     def say(self, memory: Sequence[memoryview], then: Callable[[], None] | None = None) -> None:
         """Begin to send, after all that was said before; when it has gone, do what comes then."""
-        if self._handed_over == self._gone:
+        if self.crowded and self._handed_over == self._gone:
             memory = self._say_now(memory)
         if memory:
             self._handed_over += 1
@@ -110,7 +112,7 @@ class Stream:
             then()
 
     def _say_now(self, memory: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Send what can go without waiting, from the core in whose cache it is; return the rest."""
+        """Send what can go without waiting, from the core in whose cache it is, and wake nobody; return the rest."""
         for at, each in enumerate(memory):
             gone = 0
             with contextlib.suppress(BlockingIOError):
@@ -159,14 +161,19 @@ def meet(mail: Mail) -> Stream | None:
             with contextlib.suppress(OSError):
                 stream = _connect(listener, secret, after)
         elsewhere = listener is None or after is None or after.host != listener.getsockname()[0]
-    lost, far = mail.any_says(stream is None, elsewhere)
+    lost, far, few = mail.any_says(stream is None, elsewhere, _cores() < 2 * mail.workers)
     if stream is None:
         return None
     if lost:
         stream.stop()
         return None
-    stream.far = far
+    stream.far, stream.crowded = far, few and not far
     return stream
+
+
+def _cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
