@@ -192,9 +192,10 @@ def test_strangers_are_not_let_in(says: bytes):
     assert all(run_workers(_knocked_at, 2, (says,)))
 
 
-def _left_alone(worker: int, how: str) -> tuple[str, float]:
+def _left_alone(worker: int, how: str, crowded: bool) -> tuple[str, float]:
     """Worker 1 closes its stream, stands still, or is stopped by someone else while it waits."""
     talk, said, begun = _met(), "", 0.0
+    talk.crowded = crowded
     if worker == 1 and how == "closes":
         talk.stop()
     if worker == 0:
@@ -216,8 +217,9 @@ def _left_alone(worker: int, how: str) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("how", "right"), [("closes", "was lost"), ("stands still", "silent for 0.5 s"), ("is stopped", "was lost")]
 )
-def test_a_neighbour_that_is_gone(how: str, right: str):
-    (said, seconds), _ = run_workers(_left_alone, 2, (how,))
+@pytest.mark.parametrize("crowded", [False, True])
+def test_a_neighbour_that_is_gone(how: str, right: str, crowded: bool):
+    (said, seconds), _ = run_workers(_left_alone, 2, (how, crowded))
     assert right in said, said
     assert seconds < 20, "it was told, and did not wait for its limit"
 

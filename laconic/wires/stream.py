@@ -57,6 +57,7 @@ class Stream:
         """Whether there are too few cores for two threads of each worker, if they are all on this machine."""
         self._to_say: queue.SimpleQueue[_Said | None] = queue.SimpleQueue()
         self.talking = self._stopping = False
+        self._silenced: OSError | None = None
         self._handed_over = self._gone = 0  # to the thread that speaks, and by it
         self._stop = weakref.finalize(self, _close, os.getpid(), before, after)
         for each in (before, after):
@@ -90,12 +91,13 @@ class Stream:
             self._to_say.put(None)
             speaker.result()
         except BaseException as error:
+            first = self._silenced or error
             self.stop()
             self._to_say.put(None)
-            said = speaker.exception()
+            speaker.exception()  # when it has ended
             if not isinstance(error, OSError):
                 raise
-            raise RuntimeError(_why(said if isinstance(said, OSError) else error, limit_s)) from error
+            raise RuntimeError(_why(first, limit_s)) from error
         finally:
             self.talking = False
             if self._stopping:
@@ -138,7 +140,8 @@ class Stream:
                 if then is not None:
                     then()
                 self._gone += 1
-        except OSError:
+        except OSError as error:
+            self._silenced = error
             _shut_down(self._before, self._after)  # for whoever hears
             raise
 
@@ -270,7 +273,7 @@ def _close(whose: int, *sockets: socket.socket) -> None:
         each.close()
 
 
-def _why(error: OSError, limit_s: float) -> str:
+def _why(error: BaseException, limit_s: float) -> str:
     if isinstance(error, BlockingIOError):
         return f"a neighbour in the ring was silent for {limit_s:g} s"
-    return f"a neighbour in the ring was lost: {error.strerror or error}"
+    return f"a neighbour in the ring was lost: {getattr(error, 'strerror', None) or error}"
