@@ -2,13 +2,14 @@
 
     python benchmarks/averaging.py
     python benchmarks/averaging.py --workers 3 --seconds 60 --json averaging.json
+    python benchmarks/averaging.py --workers 4 --link 1gbit
 
-100 M fp32 parameters in the shapes of a transformer, workers on this machine over gloo and loopback. The bare
-all-reduce has one flat tensor and nothing to divide, pack or put back: what no averaging can do without. Contestants
-take turns round by round, so that whatever else the machine does meets all of them; a time is that of the slowest
-worker, a ratio the median of the rounds' own. Extra memory is a worker's peak above what it held before, the highest
-of all workers, from rounds of their own with free memory handed back first. Needs torch and laconic's core on the
-path, nothing else.
+100 M fp32 parameters in the shapes of a transformer, workers on this machine over gloo and loopback; with --link each
+on a host of its own, a network namespace, which takes root or user namespaces, and iproute2. The bare all-reduce has
+one flat tensor and nothing to divide, pack or put back: what no averaging can do without. Contestants take turns round
+by round, so that whatever else the machine does meets all of them; a time is that of the slowest worker, a ratio the
+median of the rounds' own. Extra memory is a worker's peak above what it held before, the highest of all workers, from
+rounds of their own with free memory handed back first. Needs torch and laconic on the path, nothing else.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,13 +150,19 @@ def of_all_workers(times: dict[str, list[float]], extra: dict[str, float]) -> li
     ]
 
 
-def run(worker: int, workers: int, port: int, seconds: float, path: str | None) -> None:
+def run(worker: int, workers: int, port: int, seconds: float, path: str | None, hosts: Any) -> None:
     logging.disable(logging.WARNING)
+    address = "127.0.0.1"
+    if hosts is not None:
+        from laconic.lab.namespaces import enter
+
+        enter(hosts, worker)
+        address = os.environ["MASTER_ADDR"]
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=f"tcp://{address}:{port}",
         rank=worker,
         world_size=workers,
         timeout=datetime.timedelta(seconds=300),
@@ -177,12 +184,25 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"{row['contestant']:<32} {row['seconds']:>8.3f} {row['ratio']:>7.2f} {extra:>9.1f}", flush=True)
 
 
-def head() -> str:
+@contextlib.contextmanager
+def network(text: str | None, workers: int) -> Iterator[Any]:
+    """Make hosts that are joined as the text says, or none without one."""
+    if text is None:
+        yield None
+        return
+    from laconic.lab.slow_link import slow_link
+    from laconic.links import link
+
+    with slow_link(link(text, workers)) as made:
+        yield made.hosts
+
+
+def head(link: str | None) -> str:
     numels = [torch.Size(shape).numel() for shape in shapes()]
     return (
         f"laconic {laconic.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{platform.system()} {platform.release()}, {processor()}, {os.cpu_count()} cores\n"
-        f"{sum(numels) / 1e6:.1f} M fp32 parameters in {len(numels)} tensors, gloo over loopback"
+        f"{sum(numels) / 1e6:.1f} M fp32 parameters in {len(numels)} tensors, gloo over {link or 'loopback'}"
     )
 
 
@@ -198,16 +218,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--seconds", type=float, default=35, help="how long to take turns, for each number of workers")
+    parser.add_argument("--link", help="a host for each worker, joined like this: 1gbit, or 2 @ 1gbit, 2 @ 100mbit")
     parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args()
-    print(head(), flush=True)
+    print(head(options.link), flush=True)
     if options.json is not None:
         Path(options.json).write_text("[]")
     for workers in options.workers:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        mp.spawn(run, (workers, port, options.seconds, options.json), nprocs=workers)
+        with network(options.link, workers) as hosts:
+            mp.spawn(run, (workers, port, options.seconds, options.json, hosts), nprocs=workers)
 
 
 if __name__ == "__main__":
