@@ -33,7 +33,7 @@ from laconic.wires.patience import aside
 MEET_S = 5.0
 """How long workers try to reach each other before they do without."""
 
-GREET_S = 1.0
+GREET_S = 2.0
 """How long a guest may take to say the secret, of which it knows before it knocks."""
 
 _SECRET = 16
@@ -41,7 +41,6 @@ _SECRET = 16
 
 _CARD = 512
 """Bytes that tell where a worker can be reached."""
-
 
 _Said: TypeAlias = tuple[Sequence[memoryview], Callable[[], None] | None]
 
@@ -81,8 +80,8 @@ class Stream:
     def talk(self, limit_s: float) -> Iterator[None]:
         """Say and hear, and end when all has been said. An error ends the stream: what is on its way has no reader."""
         limit = struct.pack("@ll", int(limit_s), int(limit_s % 1 * 1e6))
-        self.talking = True
         speaker = aside(self._speak)
+        self.talking = True
         try:
             for each in (self._before, self._after):
                 for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -126,6 +125,8 @@ class Stream:
     def hear(self, memory: memoryview) -> None:
         """Wait until so many bytes have come."""
         while memory.nbytes:
+            if self._stopping:  # though more may have come already
+                raise ConnectionAbortedError("it was stopped")
             come = self._before.recv_into(memory, 0, socket.MSG_WAITALL)
             if come == 0:
                 raise ConnectionResetError("the connection was closed")
