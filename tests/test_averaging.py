@@ -247,6 +247,21 @@ def _tied(worker: int, way: str) -> list[list[float]]:
     return [x.unique().tolist()]
 
 
+def _fewer_than_workers(worker: int, way: str) -> list[list[float]]:
+    """A number alone, for it is of another kind than the rest."""
+    _small_limits(way)
+    goes = _goes(way)
+    tensors = {"one": torch.full((), float(worker)).double(), "many": torch.full((2000,), float(worker))}
+    average_in_place(_conductor(), tensors)
+    assert goes()
+    return [t.unique().tolist() for t in tensors.values()]
+
+
+@pytest.mark.parametrize("way", ["star", "ring"])
+def test_some_workers_may_have_nothing_to_say(way: str):
+    assert run_workers(_fewer_than_workers, 4, (way,)) == [[[1.5], [1.5]]] * 4
+
+
 @by_both
 def test_tied_weights_are_averaged_once(way: str):
     assert run_workers(_tied, 2, (way,)) == [[[0.5]], [[0.5]]]
@@ -537,6 +552,28 @@ def test_extra_memory_of_a_ring_is_bounded(
     most = (laps * (workers - 2) + 1) * (SHARE + 8) + copies * GROUP
     for peak in run_workers(_peak_in_a_ring, workers, (make, where)):
         assert peak <= most + SMALL_CHANGE
+
+
+def _threads(worker: int, way: str) -> tuple[set[int], int]:
+    """How many threads torch uses where weights are averaged, and everywhere else after it."""
+    _small_limits(way)
+    torch.set_num_threads(2)
+    where, seen = {"star": Star, "ring": Ring}[way], set()
+    deliver = where.deliver  # type: ignore[attr-defined]
+
+    def watched(self: Any) -> None:
+        deliver(self)
+        seen.add(torch.get_num_threads())
+
+    where.deliver = watched  # type: ignore[attr-defined]
+    for _ in range(2):
+        average_in_place(_conductor(), _many_large())
+    return seen, torch.get_num_threads()
+
+
+@pytest.mark.parametrize("way", ["star", "ring"])
+def test_averaging_starts_no_threads_of_torchs(way: str):
+    assert run_workers(_threads, 2, (way,)) == [({1}, 2)] * 2
 
 
 def test_these_are_two_of_ddps_buckets():
