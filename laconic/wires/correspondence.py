@@ -26,7 +26,7 @@ from laconic.wires.wire import Part
 logger = logging.getLogger(__name__)
 
 ROUND = 16 << 20
-"""From this many bytes on sums go round, where they can: of less, most would be on its way alone."""
+"""From this many bytes on sums go round, where they can: for less, it matters how often a word is passed on."""
 
 STOP_S = 1.0
 """How long a worker that gives up waits for its threads to let go of what they were writing to."""
@@ -88,7 +88,7 @@ class Correspondents:
         """Decide, as all workers do, whether sums go round; if so, return the connections for it."""
         if sum(part.nbytes for part in parts) < ROUND or not all(sums_exactly(p.dtype, mail.workers) for p in parts):
             return None
-        # Whether memory must be copied differs between workers, and a ring holds several groups at once.
+        # Whether memory must be copied differs between workers, and a ring has all copies at once.
         copies = sum(part.nbytes for part in parts if part.copied) > letters.GROUP
         apart = self._stream is None or self._stream.stopped
         copies, on_foot, apart = mail.any_says(copies, self._on_foot, apart)
