@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
@@ -89,4 +89,9 @@ def gloos_address(environ: Mapping[str, str]) -> str | None:
     if wanted:
         first = wanted.split(",")[0]
         return next((card.address for card in cards_here() if card.name == first), None)
-    return next((address for address in resolve(socket.gethostname()) if can_bind(address)), "127.0.0.1")
+    return own_address(socket.gethostname(), resolve, can_bind) or "127.0.0.1"
+
+
+def own_address(name: str, resolve: Callable[[str], Sequence[str]], can_bind: Callable[[str], bool]) -> str | None:
+    """The first of the addresses to which a name leads that is this machine's own."""
+    return next((address for address in resolve(name) if can_bind(address)), None)

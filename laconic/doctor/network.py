@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from laconic.addresses import Card, can_bind, cards_here, is_loopback, resolve
+from laconic.addresses import Card, can_bind, cards_here, is_loopback, own_address, resolve
 from laconic.doctor.finding import Finding, ok, problem, warning
 
 Resolver: TypeAlias = Callable[[str], Sequence[str]]
@@ -47,7 +47,7 @@ def _gloos_choice(host: Host, environ: Mapping[str, str], several_hosts: bool, o
     wanted = environ.get("GLOO_SOCKET_IFNAME")
     if wanted:
         return _chosen(host, wanted, several_hosts, outward)
-    address = next((address for address in host.resolve(host.name) if host.can_bind(address)), None)
+    address = own_address(host.name, host.resolve, host.can_bind)
     way_out = f"Set GLOO_SOCKET_IFNAME={outward[0].name if outward else 'eth0'} on this host"
     way_out += f", or let the name {host.name} lead to its real address in /etc/hosts."
     if address is None:

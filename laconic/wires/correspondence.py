@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from laconic.wires import letters
-from laconic.wires.letters import Letters, Mail, in_groups
+from laconic.wires.letters import Letters, Mail
 from laconic.wires.means import sums_exactly
 from laconic.wires.patience import aside
 from laconic.wires.ring import Ring
@@ -77,12 +77,12 @@ class Correspondents:
 
     def _deliver(self, parts: Sequence[Part], mail: Mail) -> None:
         """Average parts over the workers."""
-        groups = list(in_groups(parts, letters.GROUP))
-        if not groups:
+        parts = [part for part in parts if part.nbytes]
+        if not parts:
             return
         with torch.no_grad():
             stream = self._around(parts, mail)
-            (Star(mail, groups) if stream is None else Ring(mail, parts, stream)).deliver()
+            (Star(mail, parts) if stream is None else Ring(mail, parts, stream)).deliver()
 
     def _around(self, parts: Sequence[Part], mail: Mail) -> Stream | None:
         """Decide, as all workers do, whether sums go round; if so, return the connections for it."""

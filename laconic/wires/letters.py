@@ -144,29 +144,3 @@ def in_shares(flats: Sequence[Flat], workers: int) -> list[list[Flat]]:
                 at = 0
         shares.append(share)
     return shares
-
-
-class Room:
-    """Memory for shares, taken and given back. One dtype at a time: that of the groups that set out now."""
-
-    def __init__(self, groups: Iterable[Sequence[Part]], workers: int) -> None:
-        widest = 16  # bytes of an element: a share may have one more than another
-        self.share = max(sum(part.nbytes for part in group) for group in groups) // workers + widest
-        self._dtype = torch.uint8
-        self._free: list[Tensor] = []
-
-    def take(self, like: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return memory for a share, and slices of it like those."""
-        if like and like[0].dtype != self._dtype:
-            self._dtype, self._free = like[0].dtype, []
-        memory = self._free.pop() if self._free else torch.empty(self.share // self._dtype.itemsize, dtype=self._dtype)
-        slices, at = [], 0
-        for t in like:
-            slices.append(memory.narrow(0, at, t.numel()))
-            at += t.numel()
-        return memory, slices
-
-    def give_back(self, memory: Tensor) -> None:
-        """Let others have it."""
-        if memory.dtype == self._dtype:
-            self._free.append(memory)

@@ -63,11 +63,11 @@ class _Sums:
 
 
 class Ring:
-    """One correspondence about parts, over a stream instead of letters. All parts are open at once."""
+    """One correspondence about parts, none of them empty, over a stream instead of letters. All are open at once."""
 
     def __init__(self, mail: Mail, parts: Sequence[Part], stream: Stream) -> None:
-        self._mail, self._parts, self._stream = mail, [part for part in parts if part.nbytes], stream
-        dtypes = {part.dtype for part in self._parts}
+        self._mail, self._parts, self._stream = mail, parts, stream
+        dtypes = {part.dtype for part in parts}
         self._free: dict[torch.dtype, list[_Sums]] = {dtype: [] for dtype in dtypes}
         self._ones = {dtype: torch.ones(1, dtype=dtype) for dtype in dtypes}
 

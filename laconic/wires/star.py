@@ -6,15 +6,16 @@ What a worker says of another's share may be overwritten by what that one answer
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from laconic.wires import letters
-from laconic.wires.letters import Mail, Room, in_shares
+from laconic.wires.letters import Mail, in_groups, in_shares
 from laconic.wires.means import average
 from laconic.wires.wire import Part
 
@@ -39,15 +40,41 @@ class _OnItsWay:
     answers: list[Any]
 
 
-class Star:
-    """One correspondence about groups of parts."""
+class _Room:
+    """Memory for shares, taken and given back. One dtype at a time: that of the groups that set out now."""
 
-    def __init__(self, mail: Mail, groups: Sequence[Sequence[Part]]) -> None:
-        self._mail, self._groups = mail, groups
+    def __init__(self, groups: Iterable[Sequence[Part]], workers: int) -> None:
+        widest = 16  # bytes of an element: a share may have one more than another
+        self.share = max(sum(part.nbytes for part in group) for group in groups) // workers + widest
+        self._dtype = torch.uint8
+        self._free: list[Tensor] = []
+
+    def take(self, like: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Return memory for a share, and slices of it like those."""
+        if like and like[0].dtype != self._dtype:
+            self._dtype, self._free = like[0].dtype, []
+        memory = self._free.pop() if self._free else torch.empty(self.share // self._dtype.itemsize, dtype=self._dtype)
+        slices, at = [], 0
+        for t in like:
+            slices.append(memory.narrow(0, at, t.numel()))
+            at += t.numel()
+        return memory, slices
+
+    def give_back(self, memory: Tensor) -> None:
+        """Let others have it."""
+        if memory.dtype == self._dtype:
+            self._free.append(memory)
+
+
+class Star:
+    """One correspondence about parts."""
+
+    def __init__(self, mail: Mail, parts: Sequence[Part]) -> None:
+        self._mail, self._groups = mail, list(in_groups(parts, letters.GROUP))
         self._me, self._workers, self._others = mail.me, mail.workers, mail.others
         self._posted: deque[_OnItsWay] = deque()
         self._averaged: deque[_OnItsWay] = deque()
-        self._room = Room(groups, mail.workers)
+        self._room = _Room(self._groups, mail.workers)
         self._copies = 0
 
     def deliver(self) -> None:
