@@ -1,0 +1,182 @@
+"""Short trainings under every kind of plan, and what is recorded of them.
+
+    python -m tests.recording            # writes tests/recorded.json
+
+A change that is not meant to change results leaves the recording as it is: losses, the ledger's totals and the saved
+state of each worker, bit for bit. `tests/test_recorded.py` compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import laconic
+from tests.workers import run_workers
+
+FILE = Path(__file__).with_name("recorded.json")
+STEPS = 20
+PLANS = (
+    "ddp()",
+    "power_sgd(rank=2)",
+    'power_sgd(rank=4, rounds="two", start=3)',
+    'Plan(codec=ErrorFeedback(Cast("bf16")))',
+    "Plan(codec=ErrorFeedback(Batched(LowRank(rank=2))))",
+    "post_local_sgd(start=5, period=4)",
+    "hierarchical_sgd({2: HALF, 4: ALL})",
+    "diloco(period=4)",
+    'diloco(period=4, codec=ByShape(ErrorFeedback(LowRank(rank=2))), optimizer_state="average")',
+    "streaming_diloco(period=4, fragments=2, delay=1)",
+    "qsr(growth=0.02, floor=3)",
+    'Plan(schedule=Every(5), codec=ErrorFeedback(Cast("bf16")), outer=Optim("AdamW", {"lr": 0.01}))',
+)
+KINDS = ("ddp", "bare", "fsdp", "large")
+"""How the model is wrapped; "large" is a bare module of several MB, whose weights travel in several pieces."""
+LARGE_PLANS = ("post_local_sgd(start=5, period=4)", "diloco(period=4)")
+
+
+class Net(nn.Module):
+    """Matrices that compress, vectors that do not, BatchNorm's buffers, and a parameter of one element."""
+
+    def __init__(self, width: int = 24, hidden: int = 33) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, 1)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.up(self.norm(self.inner(x))))) * self.scale
+        return y
+
+
+def cases(workers: int) -> Iterator[tuple[str, str]]:
+    """List the plans and the kinds of model that this many workers train."""
+    for kind in KINDS:
+        for plan in LARGE_PLANS if kind == "large" else PLANS:
+            if kind == "fsdp" and ("hierarchical" in plan or "Batched" in plan):
+                continue  # sharded models have their groups in the mesh, and shards have no buckets
+            if kind == "large" and workers == 2:
+                continue
+            yield plan.replace("HALF", str(workers // 2)).replace("ALL", str(workers)), kind
+
+
+def record(workers: int) -> dict[str, Any]:
+    """Train every case with real workers; return what is compared, by "kind: plan"."""
+    results = run_workers(_train_all, workers, timeout_s=300)
+    return {case: [worker[case] for worker in results] for case in results[0]}
+
+
+def _train_all(worker: int) -> dict[str, Any]:
+    workers = torch.distributed.get_world_size()
+    return {f"{kind}: {plan}": _train(worker, plan, kind) for plan, kind in cases(workers)}
+
+
+def _train(worker: int, plan: str, kind: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, group = _model(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = laconic.attach(laconic.plan(plan), model, optimizer, group=group)
+    losses = [step(model, optimizer, worker, number) for number in range(STEPS)]
+    state = session.state_dict()
+    session.detach()
+    return {
+        "loss": losses[-1],
+        "losses": digest(losses),
+        "weights": digest({name: _local(p) for name, p in model.named_parameters()}),
+        "buffers": digest({name: _local(b) for name, b in model.named_buffers()}),
+        "ledger": totals(session.ledger),
+        "state": {key: digest(value) for key, value in sorted(state.items())},
+    }
+
+
+def _model(kind: str) -> tuple[nn.Module, Any]:
+    if kind == "ddp":
+        return DDP(Net(), bucket_cap_mb=0.002), None  # several buckets
+    if kind == "bare":
+        return Net(), None
+    if kind == "large":
+        return Net(width=512, hidden=2000), None
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    shards = torch.distributed.get_world_size() // 2
+    mesh = init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))
+    model = Net()
+    model.norm = nn.Identity()  # type: ignore[assignment]  # FSDP leaves buffers whole
+    fully_shard(model.up, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    return model, mesh["replicate"].get_group()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, number: int) -> float:
+    """Take one step on data that differs between workers and steps."""
+    generator = torch.Generator().manual_seed(1000 * number + worker)
+    x = torch.randn(16, 8, generator=generator)
+    loss = F.mse_loss(model(x), torch.tanh(x[:, :1] - 2 * x[:, 1:2]))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def plain() -> str:
+    """Train without laconic: where this gives other bits, the machine computes otherwise, and bits tell nothing."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = [step(model, optimizer, 0, number) for number in range(STEPS)]
+    qr = torch.linalg.qr(torch.randn(33, 4, generator=torch.Generator().manual_seed(0))).Q
+    return digest([losses, *model.parameters(), qr])
+
+
+def totals(ledger: laconic.Ledger) -> dict[str, list[int]]:
+    """Sum the ledger up by phase and level: collectives, payload bytes, bytes on the network."""
+    sums: dict[str, list[int]] = {}
+    for entry in ledger.entries:
+        row = sums.setdefault(f"{entry.phase} {entry.level}", [0, 0, 0])
+        for place, number in enumerate((1, entry.payload_bytes, entry.wire_bytes)):
+            row[place] += number
+    return dict(sorted(sums.items()))
+
+
+def digest(tree: Any) -> str:
+    """Mix dicts, lists, numbers, text and tensors into 64 bits."""
+    hashed = hashlib.sha256()
+    for part in _parts(tree):
+        hashed.update(part)
+    return hashed.hexdigest()[:16]
+
+
+def _parts(tree: Any) -> Iterator[bytes]:
+    if isinstance(tree, Tensor):
+        yield f"{tree.dtype}{list(tree.shape)}".encode()
+        yield tree.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(tree, Mapping):
+        for key in sorted(tree, key=str):
+            yield str(key).encode()
+            yield from _parts(tree[key])
+    elif isinstance(tree, Sequence) and not isinstance(tree, str):
+        for each in tree:
+            yield from _parts(each)
+    else:
+        yield repr(tree).encode()
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if hasattr(t, "to_local") else t  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    recorded = {"plain": plain(), **{str(workers): record(workers) for workers in (2, 4)}}
+    FILE.write_text(json.dumps(recorded, indent=0, sort_keys=True) + "\n")
