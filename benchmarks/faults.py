@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import nn
 
 import laconic
-from laconic.lab.settings import Settings
-from laconic.lab.tasks import loss_of, make_task
+from laconic.compare.settings import Settings
+from laconic.compare.lab.tasks import loss_of, make_task
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -91,13 +91,13 @@ def train_until_lost(worker: int, workers: int, store: str, plan: str, pipe: Con
     meet(worker, workers, store)
     task = make_task(Settings(plan=plan, workers=workers))
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-3)
-    talk = laconic.attach(laconic.plan(plan), task.model, optimizer)
+    session = laconic.attach(laconic.plan(plan), task.model, optimizer)
     try:
         while True:
-            loss_of(task.model, task.draw(worker, talk.step + 1)).backward()
+            loss_of(task.model, task.draw(worker, session.step + 1)).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if talk.step == STEPS:
+            if session.step == STEPS:
                 pipe.send("trains")
     except laconic.LostWorkerError as error:
         pipe.send((time.monotonic(), error.missing, str(error)))

@@ -93,10 +93,10 @@ def nothing(ddp: DDP, optimizer: torch.optim.Optimizer) -> None:
     ddp.register_comm_hook(None, noop_hook)
 
 
-def ours(ddp: DDP, optimizer: torch.optim.Optimizer) -> laconic.Talk:
-    talk = laconic.attach(laconic.power_sgd(rank=4), ddp, optimizer)
-    talk._replica.solo_exact = False  # alone it would send exactly; here the codec is what is measured
-    return talk
+def ours(ddp: DDP, optimizer: torch.optim.Optimizer) -> laconic.Session:
+    session = laconic.attach(laconic.power_sgd(rank=4), ddp, optimizer)
+    session._model_state.solo_exact = False  # alone it would send exactly; here the codec is what is measured
+    return session
 
 
 def checks(plan: str, sizes: tuple[int, int, int, int]) -> str:
@@ -106,9 +106,9 @@ def checks(plan: str, sizes: tuple[int, int, int, int]) -> str:
     HEADS = WIDTH // 64
     ddp = DDP(GPT().cuda(), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-5, fused=True)
-    talk = laconic.attach(laconic.plan(plan), ddp, optimizer)
-    talk._replica.solo_exact = False
-    guard = talk._replica.guard
+    session = laconic.attach(laconic.plan(plan), ddp, optimizer)
+    session._model_state.solo_exact = False
+    guard = session._model_state.guard
     text = torch.randint(0, VOCABULARY, (batch, CONTEXT + 1), device="cuda")
 
     def stretch(mode: str) -> float:
@@ -126,7 +126,7 @@ def checks(plan: str, sizes: tuple[int, int, int, int]) -> str:
             seconds = stretch(mode)
             if turn >= 2:  # warm by then
                 times[mode].append(seconds)
-    talk.detach()
+    session.detach()
     off, waited, late = (statistics.median(each) for each in times.values())
     millions = sum(p.numel() for p in ddp.parameters()) / 1e6
     return (

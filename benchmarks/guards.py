@@ -30,10 +30,10 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
-from laconic.digests import digests
-from laconic.lab.settings import Settings
-from laconic.lab.tasks import loss_of, make_task
-from laconic.wires.wire import all_finite, is_finite
+from laconic.checks.digests import digests
+from laconic.compare.settings import Settings
+from laconic.compare.lab.tasks import loss_of, make_task
+from laconic.comm.requests import all_finite, is_finite
 
 STRETCH, WARM_UP = 16, 32
 
@@ -45,16 +45,16 @@ class Training:
         self.task = make_task(Settings(plan=plan, workers=workers))
         self.model = DDP(self.task.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.talk = laconic.attach(laconic.plan(plan), self.model, self.optimizer)
-        self.talk.stop_on(signal.SIGTERM)
+        self.session = laconic.attach(laconic.plan(plan), self.model, self.optimizer)
+        self.session.stop_on(signal.SIGTERM)
         self.worker = worker
         self.number = 0
 
     def switch(self, on: bool) -> None:
         """Check everything from the next step on, as by default and after `stop_on`, or nothing."""
-        self.talk._replica.guard.policy = self.talk._rounds.nonfinite = "skip" if on else "ignore"
-        self.talk._rounds.stop.watched = on
-        self.talk._divergence.every = None if on else 0
+        self.session._model_state.guard.policy = self.session._weight_sync.nonfinite = "skip" if on else "ignore"
+        self.session._weight_sync.stop.watched = on
+        self.session._divergence.every = None if on else 0
 
     def stretch(self, steps: int) -> float:
         """Seconds that the steps took."""
@@ -93,7 +93,7 @@ def run(worker: int, options: argparse.Namespace, port: int) -> None:
                 training.switch(on)
                 seconds[on] = training.stretch(STRETCH)
             pairs.append((seconds[False], seconds[True]))
-        training.talk.detach()
+        training.session.detach()
         if worker == 0:
             again = sorted(cost(chance.choices(pairs, k=len(pairs))) for _ in range(1000))
             step_ms = 1e3 * statistics.median(pair[0] for pair in pairs) / STRETCH

@@ -128,9 +128,9 @@ def hook(function: Any, bytes_each: float) -> Put:
 
 def ours(plan: laconic.Plan) -> Put:
     def put(ddp: DDP) -> Hook:
-        talk = laconic.attach(plan, ddp, torch.optim.SGD(ddp.parameters(), lr=0.0))
-        talk._replica.solo_exact = False  # the codec itself is what is measured
-        return (lambda: laconic.sent_bytes(plan, list(talk._replica.params.items()))), talk._replica.guard.forget
+        session = laconic.attach(plan, ddp, torch.optim.SGD(ddp.parameters(), lr=0.0))
+        session._model_state.solo_exact = False  # the codec itself is what is measured
+        return (lambda: laconic.sent_bytes(plan, list(session._model_state.params.items()))), session._model_state.guard.forget
 
     return put
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from laconic.codecs import LowRank
 from laconic.kernels import triton_low_rank as kernels
-from laconic.kernels.group import Group
-from laconic.kernels.launches import Launch, Sequence
-from laconic.kernels.triton_low_rank import Blocks
+from laconic.kernels.cuda.matrices import Group
+from laconic.kernels.cuda.launches import Launch, Sequence
+from laconic.kernels.cuda.triton_low_rank import Blocks
 
 RANKS = (1, 4, 16, 64)
 PROJECT = [

@@ -36,8 +36,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loss = torch.zeros(())
 
 world = elastic.join(given.store, id=given.id, least=given.least)
-talk = laconic.attach(laconic.plan_from_env(laconic.diloco(period=20)), model, optimizer)
-with elastic.Run(world, talk, model, optimizer, folder=given.folder, save_every=10) as run:
+session = laconic.attach(laconic.plan_from_env(laconic.diloco(period=20)), model, optimizer)
+with elastic.Run(world, session, model, optimizer, folder=given.folder, save_every=10) as run:
     run.leave_on()  # torchrun sends SIGTERM before it starts workers again: what is committed is saved
     for step in run.steps(given.steps):
         with step:
@@ -50,6 +50,6 @@ with elastic.Run(world, talk, model, optimizer, folder=given.folder, save_every=
             optimizer.step()
             optimizer.zero_grad()
     if run.stopped:
-        sys.exit(f"worker {world.id} left after step {talk.step}; started again, it goes on from there")
+        sys.exit(f"worker {world.id} left after step {session.step}; started again, it goes on from there")
     if run.worker == 0:
-        print(f"step {talk.step}, {run.workers} workers: loss {loss.item():.4f}")
+        print(f"step {session.step}, {run.workers} workers: loss {loss.item():.4f}")

@@ -20,7 +20,7 @@ net = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Li
 teacher = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
 model = DDP(torch.nn.Sequential(net, torch.nn.Linear(512, 1)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-talk = laconic.attach(laconic.plan_from_env(), model, optimizer)  # new
+session = laconic.attach(laconic.plan_from_env(), model, optimizer)  # new
 
 torch.manual_seed(1 + dist.get_rank())  # each worker draws its own data
 for _ in range(STEPS):
@@ -31,9 +31,9 @@ for _ in range(STEPS):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if talk.report(loss=loss, tokens=len(x)):  # new: true once `laconic compare` has seen enough
+    if session.report(loss=loss, tokens=len(x)):  # new: true once `laconic compare` has seen enough
         break
 
 if dist.get_rank() == 0:
-    print(f"{laconic.plan_from_env()}: loss {loss.item():.4f}, sent {talk.ledger.payload_bytes:,} bytes")
+    print(f"{laconic.plan_from_env()}: loss {loss.item():.4f}, sent {session.ledger.payload_bytes:,} bytes")
 dist.destroy_process_group()

@@ -24,7 +24,7 @@ for block in blocks:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-talk = laconic.attach(laconic.plan_from_env(laconic.diloco(period=20)), model, optimizer)  # new
+session = laconic.attach(laconic.plan_from_env(laconic.diloco(period=20)), model, optimizer)  # new
 
 torch.manual_seed(1 + dist.get_rank())  # each worker draws its own data
 for _ in range(STEPS):
@@ -36,9 +36,9 @@ for _ in range(STEPS):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    if talk.report(loss=loss, tokens=len(x)):  # new: true once `laconic compare` has seen enough
+    if session.report(loss=loss, tokens=len(x)):  # new: true once `laconic compare` has seen enough
         break
 
 if dist.get_rank() == 0:
-    print(f"{talk.plan}: loss {loss.item():.4f}, sent {talk.ledger.payload_bytes:,} bytes to the other replica")
+    print(f"{session.plan}: loss {loss.item():.4f}, sent {session.ledger.payload_bytes:,} bytes to the other replica")
 dist.destroy_process_group()

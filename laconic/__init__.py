@@ -2,21 +2,19 @@
 
 Workers that hold copies of a model must agree; laconic lets them agree while saying 10 to 1000 times less:
 
-    talk = laconic.attach(laconic.power_sgd(rank=4), model, optimizer)
+    session = laconic.attach(laconic.power_sgd(rank=4), model, optimizer)
 
 A plan answers four questions: when do workers talk (`schedule`), how is it said (`codec`), what is done with what
 was heard (`outer`), and with whom. `attach` puts it on a model and an optimizer; the training loop stays as it is.
 """
 
-from laconic.agreement import DisagreementError
-from laconic.attach import Talk, attach
+from laconic.checks.agreement import DisagreementError
+from laconic.checks.finite import DesyncError, DivergedError, NonFiniteError
 from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.comm.timeout import LostWorkerError
 from laconic.cost import sent_bytes
-from laconic.guard import DesyncError, DivergedError, NonFiniteError
 from laconic.ledger import Ledger
-from laconic.outer import Adopt, Nesterov, Optim
-from laconic.plans import (
-    Plan,
+from laconic.plans.methods import (
     ddp,
     diloco,
     hierarchical_sgd,
@@ -27,10 +25,12 @@ from laconic.plans import (
     qsr,
     streaming_diloco,
 )
-from laconic.schedules import Every, Nested, PostLocal, Quadratic, Streaming
-from laconic.text import PlanError
-from laconic.topology import Groups, World
-from laconic.wires.patience import LostWorkerError
+from laconic.plans.outer import Adopt, Nesterov, Optim
+from laconic.plans.parse import PlanError
+from laconic.plans.plan import Plan
+from laconic.plans.schedules import Every, Nested, PostLocal, Quadratic, Streaming
+from laconic.plans.topology import Groups, World
+from laconic.session.session import Session, attach
 
 __version__ = "0.1.0"
 
@@ -59,7 +59,7 @@ __all__ = [
     "PostLocal",
     "Quadratic",
     "Streaming",
-    "Talk",
+    "Session",
     "World",
     "attach",
     "ddp",

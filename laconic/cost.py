@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from laconic.buckets import in_buckets, in_parts
 from laconic.codecs import ByShape, Codec
-from laconic.codecs.codec import wide_dtype
+from laconic.codecs.contract import wide_dtype
+from laconic.codecs.packing import in_buckets, in_parts
+from laconic.comm.dry import dry
+from laconic.comm.requests import State
 from laconic.ledger import Ledger
-from laconic.plans import Plan
-from laconic.wires.dry import dry
-from laconic.wires.wire import State
+from laconic.plans.plan import Plan
 
 Shaped = Tensor | torch.Size | Sequence[int]
 
@@ -40,12 +40,12 @@ def sent_bytes(
         tensors = {name: t.to(wide_dtype(t.dtype)) for name, t in tensors.items()}
     ledger, state = Ledger(), State()
     start = plan.schedule.start
-    cycle = 2 * plan.schedule.period  # two periods: alternating rounds come to both their turns
+    cycle = 2 * plan.schedule.period  # two periods: alternating rounds come to both their syncs
     for step in range(start, start + cycle):
-        for turn in plan.at(step) if workers > 1 else ():
-            codec, chosen = routed(plan.codec_of(turn, step)), tensors
-            if turn.part is not None:
-                chosen = {name: tensors[name] for name in in_parts(tensors, plan.schedule.fragments)[turn.part]}
+        for sync in plan.syncs_at(step) if workers > 1 else ():
+            codec, chosen = routed(plan.codec_of(sync, step)), tensors
+            if sync.part is not None:
+                chosen = {name: tensors[name] for name in in_parts(tensors, plan.schedule.fragments)[sync.part]}
             for names in in_buckets(chosen):
                 dry(codec.average({name: chosen[name] for name in names}, state), ledger, workers)
     return ledger.payload_bytes / cycle

@@ -1,8 +1,8 @@
 """The ledger: every collective that a worker took part in, byte for byte.
 
-    talk.ledger.payload_bytes              what was handed to collectives
-    talk.ledger.totals(by="level")         the same, level by level
-    talk.ledger.write("talk.jsonl")        a line for each collective
+    session.ledger.payload_bytes              what was handed to collectives
+    session.ledger.totals(by="level")         the same, level by level
+    session.ledger.write("ledger.jsonl")      a line for each collective
 
 The totals cover the whole run; single entries are kept for the last `keep` collectives, or all of them on disk
 where a path was given.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, TextIO
@@ -45,6 +45,7 @@ class Entry:
     payload_bytes: int
     wire_bytes: int
     seconds: float
+    workers: int = 0
 
 
 @dataclass
@@ -84,8 +85,9 @@ class Ledger:
         self.entries: deque[Entry] = deque(maxlen=keep)
         self.step = 0
         self._totals: dict[tuple[str, str, str], Totals] = {}
-        self._lock = threading.Lock()  # exchanges record from the conductor's thread
+        self._lock = threading.Lock()  # exchanges record from the queue's thread
         self._file: TextIO | None = None
+        self._subscribers: list[Callable[[Entry], None]] = []
         if path is not None:
             self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open as long as the run
 
@@ -103,12 +105,19 @@ class Ledger:
     ) -> None:
         """Write down one collective of `payload_bytes` among `workers` workers, begun at `step` or now."""
         sent = wire_bytes(op, payload_bytes, workers)
-        entry = Entry(self.step if step is None else step, round_, op, level, phase, payload_bytes, sent, seconds)
+        step = self.step if step is None else step
+        entry = Entry(step, round_, op, level, phase, payload_bytes, sent, seconds, workers)
         with self._lock:
             self.entries.append(entry)
             self._totals.setdefault((op, level, phase), Totals()).add(entry)
             if self._file is not None:
                 self._file.write(json.dumps(asdict(entry)) + "\n")
+        for callback in self._subscribers:
+            callback(entry)
+
+    def subscribe(self, callback: Callable[[Entry], None]) -> None:
+        """Call `callback` with every collective from now on, in the thread that records it."""
+        self._subscribers.append(callback)
 
     @property
     def payload_bytes(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from laconic.lab.namespaces import CLONE_NEWNET, _call
+from laconic.compare.namespaces import CLONE_NEWNET, _call
 
 needs_root = [
     pytest.mark.root,

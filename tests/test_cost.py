@@ -12,8 +12,8 @@ from torch import nn
 import laconic
 from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
 from laconic.cost import routed
-from laconic.plans import Plan
-from laconic.schedules import Every, PostLocal
+from laconic.plans.plan import Plan
+from laconic.plans.schedules import Every, PostLocal
 
 SHAPES = {"w": (100, 50), "b": (50,)}
 DENSE = 4 * 5050
@@ -24,7 +24,7 @@ DENSE = 4 * 5050
     [
         ("ddp()", DENSE),
         ("power_sgd(rank=2, rounds='two')", 4 * (2 * 150 + 50)),
-        ("power_sgd(rank=2)", 4 * (150 + 50)),  # P and Q in turns
+        ("power_sgd(rank=2)", 4 * (150 + 50)),  # P and Q in syncs
         ("power_sgd(rank=2, feedback=False)", 4 * (150 + 50)),
         ("power_sgd(rank=2, start=10)", 4 * (150 + 50)),  # once it applies
         ("power_sgd(rank=40)", DENSE),  # would not shrink

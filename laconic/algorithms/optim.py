@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from laconic.algorithms.model_averaging.averagers import ModelAverager
-from laconic.scaling import LossScaling
+from laconic.session.grad_scaler import LossScaling
 
 __all__ = ["PostLocalSGDOptimizer"]
 
@@ -37,7 +37,7 @@ class PostLocalSGDOptimizer(Optimizer):
         super().__init__(optim.param_groups, optim.defaults)
         self._made = True
 
-    # A GradScaler calls `step` whatever it finds, and `step` leaves the local update out: see `laconic.scaling`.
+    # A GradScaler calls `step` whatever it finds, and `step` leaves the local update out: see `laconic.session.grad_scaler`.
     _step_supports_amp_scaling = True
 
     @property

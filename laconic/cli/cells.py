@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from laconic.lab.units import human_bytes
-from laconic.reporting import Progress
+from laconic.compare.reporting import Progress
+from laconic.compare.units import human_bytes
 
 BARS = "▁▂▃▄▅▆▇█"
 

@@ -8,11 +8,11 @@ import typer
 from laconic.cli import options
 from laconic.cli.running import Surroundings, run_all, workers_here
 from laconic.cli.view import Row
-from laconic.lab.script import Script
-from laconic.lab.settings import LabError, Settings
-from laconic.lab.unfinished import Run
-from laconic.links import Link, LinkError
-from laconic.links import link as link_from
+from laconic.compare.links import Link, LinkError
+from laconic.compare.links import link as link_from
+from laconic.compare.script import Script
+from laconic.compare.settings import LabError, Settings
+from laconic.compare.unfinished import Run
 
 DEFAULT_PLANS = ("ddp()", "power_sgd(rank=4)", "post_local_sgd(period=16)")
 _DEFAULT = Settings(plan=DEFAULT_PLANS[0])

@@ -14,16 +14,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from laconic.checks.outliers import names
 from laconic.cli import options
 from laconic.cli.results import check_writable
 from laconic.cli.running import workers_here
+from laconic.compare.files import versions, write_whole
+from laconic.compare.settings import LabError, check_workers, found_place, usable_cores
 from laconic.doctor.diagnosis import Asked, alone, among_workers, inject
 from laconic.doctor.finding import Finding, has_problem
+from laconic.doctor.injection import Fault, InjectionError, check_faults, faults
 from laconic.doctor.visit import Visit
-from laconic.injection import Fault, InjectionError, check_faults, faults
-from laconic.lab.files import versions, write_whole
-from laconic.lab.settings import LabError, check_workers, found_place, usable_cores
-from laconic.majority import names
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 DEFAULT_SECONDS = 300.0
@@ -37,7 +37,7 @@ def doctor(
     script: Annotated[
         Path | None,
         typer.Option(
-            help="Also run this script, on all workers, up to the end of its laconic.attach.", show_default=False
+            help="Also run this script, on all workers, up to the end of its laconic.session.session.", show_default=False
         ),
     ] = None,
     inject_faults: Annotated[
@@ -55,7 +55,7 @@ def doctor(
     ] = None,
     workers: options.Workers = None,
     seconds: Annotated[float, typer.Option(help="How long the script may run.")] = DEFAULT_SECONDS,
-    patience: Annotated[float, typer.Option(help="Seconds to wait for other workers.")] = DEFAULT_PATIENCE_S,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for other workers.")] = DEFAULT_PATIENCE_S,
     json: options.Json = None,
     plain: options.Plain = False,
 ) -> None:
@@ -65,11 +65,11 @@ def doctor(
     """
     if json is not None:
         check_writable(json)
-    if not patience > 0:
-        raise LabError(f"--patience {patience:g}: it must be a number above 0. Leave it out for the default.")
+    if not timeout > 0:
+        raise LabError(f"--timeout {timeout:g}: it must be a number above 0. Leave it out for the default.")
     wanted = _faults(inject_faults or [])
     visit = _visit(script, tuple(arguments or ()), workers, seconds, wanted)
-    asked = Asked(data, visit, patience)
+    asked = Asked(data, visit, timeout)
     speaks = True
     if found_place(os.environ) is not None:
         findings, speaks = among_workers(asked)

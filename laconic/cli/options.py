@@ -51,7 +51,7 @@ ScriptPath = Annotated[
     typer.Option(
         "--script",
         help="Run this script once a plan instead of the lab's training. It attaches laconic.plan_from_env() and "
-        "calls talk.report(loss=...).",
+        "calls session.report(loss=...).",
         show_default=False,
     ),
 ]

@@ -7,10 +7,10 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from laconic.lab.files import as_json, temporary_beside, write_whole
-from laconic.lab.settings import LabError
-from laconic.lab.training import Outcome
-from laconic.lab.units import human_bytes, times_fewer
+from laconic.compare.files import as_json, temporary_beside, write_whole
+from laconic.compare.lab.training import Outcome
+from laconic.compare.settings import LabError
+from laconic.compare.units import human_bytes, times_fewer
 
 
 def closing_table(outcomes: Sequence[Outcome]) -> Table:

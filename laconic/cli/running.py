@@ -10,22 +10,22 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from laconic.channel import progress_file
 from laconic.cli.results import check_writable, write_json
 from laconic.cli.view import Row, SilentView, View, make_view
-from laconic.lab.folders import run_folder
-from laconic.lab.launch import Network, check_port, launch
-from laconic.lab.progress import following
-from laconic.lab.records import curve, thinned, with_record
-from laconic.lab.script import Script, launch_script
-from laconic.lab.settings import LabError, Place, Settings, check_workers, found_place, usable_cores
-from laconic.lab.slow_link import NoSlowLink, SlowLink, slow_link
-from laconic.lab.tasks import check_data
-from laconic.lab.training import Outcome, start_group, train
-from laconic.lab.unfinished import Run, Unfinished
-from laconic.links import Link
-from laconic.report import check_drawable, write_page, write_png
-from laconic.reporting import Progress
+from laconic.compare.folders import run_folder
+from laconic.compare.lab.tasks import check_data
+from laconic.compare.lab.training import Outcome, start_group, train
+from laconic.compare.launch import Network, check_port, launch
+from laconic.compare.links import Link
+from laconic.compare.progress import following
+from laconic.compare.records import curve, thinned, with_record
+from laconic.compare.report import check_drawable, write_page, write_png
+from laconic.compare.reporter import progress_file
+from laconic.compare.reporting import Progress
+from laconic.compare.script import Script, launch_script
+from laconic.compare.settings import LabError, Place, Settings, check_workers, found_place, usable_cores
+from laconic.compare.slow_link import NoSlowLink, SlowLink, slow_link
+from laconic.compare.unfinished import Run, Unfinished
 
 DEFAULT_WORKERS = 4
 

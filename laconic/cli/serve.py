@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from laconic import elastic
-from laconic.lab.settings import LabError
+from laconic.compare.settings import LabError
 
 DEFAULT_PORT = 29400
 

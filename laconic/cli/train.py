@@ -7,7 +7,7 @@ import typer
 from laconic.cli import options
 from laconic.cli.running import Surroundings, run_all, workers_here
 from laconic.cli.view import Row
-from laconic.lab.settings import Settings
+from laconic.compare.settings import Settings
 
 _DEFAULT = Settings(plan="ddp()")
 

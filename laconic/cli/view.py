@@ -13,9 +13,9 @@ from rich.table import Table
 
 from laconic.cli.cells import cells_of, plain_line, sparkline
 from laconic.cli.results import closing_table
-from laconic.lab.training import Outcome
-from laconic.lab.units import human_bytes
-from laconic.reporting import Progress
+from laconic.compare.lab.training import Outcome
+from laconic.compare.reporting import Progress
+from laconic.compare.units import human_bytes
 
 PLAIN_WIDTH = 120
 TREND_WIDTH = 8

@@ -2,7 +2,7 @@
 
 from laconic.codecs.batched import Batched
 from laconic.codecs.by_shape import ByShape
-from laconic.codecs.codec import Codec
+from laconic.codecs.contract import Codec
 from laconic.codecs.exact import Cast, Exact
 from laconic.codecs.feedback import ErrorFeedback
 from laconic.codecs.low_rank import LowRank

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.buckets import pack, unpack
-from laconic.codecs.codec import Codec, check_codec
-from laconic.text import as_code
-from laconic.wires.wire import Averaged, Exchange, State, Tensors
+from laconic.codecs.contract import Codec, check_codec
+from laconic.codecs.packing import pack, unpack
+from laconic.comm.requests import Averaged, Exchange, State, Tensors
+from laconic.values import as_code
 
 
 @dataclass(frozen=True, repr=False)

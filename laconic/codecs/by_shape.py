@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from laconic.codecs.codec import Codec, check_codec
+from laconic.codecs.contract import Codec, check_codec
 from laconic.codecs.exact import Exact
 from laconic.codecs.feedback import ErrorFeedback
 from laconic.codecs.low_rank import LowRank
+from laconic.comm.requests import Averaged, Exchange, Mean, Request, State, Tensors
 from laconic.kernels.choose import fast_by_shape
-from laconic.text import as_code
-from laconic.wires.wire import Averaged, Exchange, Mean, Request, State, Tensors
+from laconic.values import as_code
 
 
 @dataclass(frozen=True, repr=False)

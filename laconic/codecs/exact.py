@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from laconic.buckets import pack, unpack
+from laconic.codecs.packing import pack, unpack
+from laconic.comm.requests import Averaged, Exchange, Mean, State, Tensors, all_finite
 from laconic.kernels.choose import can_collect
-from laconic.text import as_code
-from laconic.wires.wire import Averaged, Exchange, Mean, State, Tensors, all_finite
+from laconic.values import as_code
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,7 +49,7 @@ class Exact:
 
     def _collected(self, tensors: Tensors, state: State) -> Exchange:
         """Do the same with many small tensors on CUDA, in one launch there and one back."""
-        from laconic.kernels.collect import Collection  # needs Triton
+        from laconic.kernels.cuda.collect import Collection  # needs Triton
 
         known: dict[tuple[str, ...], Collection] = state.setdefault("_collected", {})
         names = tuple(tensors)

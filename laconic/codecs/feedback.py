@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from laconic.codecs.codec import Codec, check_codec, keep_if, wide_dtype
+from laconic.codecs.contract import Codec, check_codec, keep_if, wide_dtype
 from laconic.codecs.low_rank import LowRank
+from laconic.comm.requests import Exchange, State, Tensors
 from laconic.kernels.choose import fast_feedback
-from laconic.text import as_code
-from laconic.wires.wire import Exchange, State, Tensors
+from laconic.values import as_code
 
 
 @dataclass(frozen=True, repr=False)

@@ -16,11 +16,11 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from laconic.buckets import pack, unpack
-from laconic.codecs.codec import keep_if, wide_dtype
+from laconic.codecs.contract import keep_if, wide_dtype
 from laconic.codecs.orthonormal import orthonormal_all
-from laconic.text import as_code
-from laconic.wires.wire import Averaged, Exchange, Mean, Request, State, Tensors, all_finite
+from laconic.codecs.packing import pack, unpack
+from laconic.comm.requests import Averaged, Exchange, Mean, Request, State, Tensors, all_finite
+from laconic.values import as_code
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.buckets import pack, unpack
-from laconic.text import as_code
-from laconic.wires.wire import Averaged, Exchange, Gather, State, Tensors, all_finite
+from laconic.codecs.packing import pack, unpack
+from laconic.comm.requests import Averaged, Exchange, Gather, State, Tensors, all_finite
+from laconic.values import as_code
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from laconic.checks.outliers import names, outliers
 from laconic.doctor.finding import Finding, ok, problem
-from laconic.majority import names, odd_ones
 
 BLOCK = 4096
 SAMPLED_FILES = 256
@@ -91,7 +91,7 @@ def compare_data(said: Sequence[Mapping[str, object]]) -> Finding:
     """Whether the data of all workers are the same, and if not, in what."""
     for part, what in zip(("files", "names", "sizes", "blocks"), PARTS, strict=True):
         each = [str(one.get(part)) for one in said]
-        _, odd = odd_ones(each)
+        _, odd = outliers(each)
         if odd:
             shown = f"{names(odd)} sees other data than the rest: the {what} differ"
             way_out = "Copy the data again, or mount the same disk, unless each worker is meant to have its own part."

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from laconic.checks.outliers import names
+from laconic.compare.folders import run_folder
+from laconic.compare.settings import usable_cores
 from laconic.doctor import backends, data, limits, measuring, meeting, network, sockets, versions, visit
 from laconic.doctor.finding import Finding, from_json, merged, ok, problem
 from laconic.doctor.verdicts import check_faults_made, check_handshake, check_survivors
-from laconic.lab.folders import run_folder
-from laconic.lab.settings import usable_cores
-from laconic.majority import names
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Asked:
 
     data: Path | None = None
     visit: visit.Visit | None = None
-    patience_s: float = 60.0
+    timeout_s: float = 60.0
     links_s: float = measuring.LINKS_S
 
 
@@ -82,7 +82,7 @@ def among_workers(asked: Asked) -> tuple[list[Finding], bool]:
     """
     environ = os.environ
     try:
-        seat = meeting.meet(environ, asked.patience_s)
+        seat = meeting.meet(environ, asked.timeout_s)
     except meeting.MeetingError as error:
         workers = int(environ["WORLD_SIZE"])
         guessed = Surroundings(workers, int(environ.get("LOCAL_WORLD_SIZE", "1")), several_hosts=workers > 1)
@@ -135,7 +135,7 @@ def _connected(seat: meeting.Meeting, asked: Asked) -> list[Finding]:
         error = ""
     except meeting.MeetingError as failed:
         error = str(failed)
-    patient = replace(seat, patience_s=seat.patience_s + meeting.JOIN_S)
+    patient = replace(seat, timeout_s=seat.timeout_s + meeting.JOIN_S)
     failures = {worker: said for worker, said in enumerate(patient.gather("joined", error)) if said != ""}
     if failures:
         said = next(iter(failures.values()))
@@ -168,7 +168,7 @@ def _visited(seat: meeting.Meeting, wanted: visit.Visit) -> list[Finding]:
         port = int(seat.gather("port", probe.getsockname()[1])[0])
     with run_folder() as folder:
         ended = visit.visit_as_worker(wanted, folder, seat.worker, port)
-        patient = replace(seat, patience_s=wanted.limit_s + seat.patience_s)
+        patient = replace(seat, timeout_s=wanted.limit_s + seat.timeout_s)
         told = patient.gather("visit", {"ended": asdict(ended), "attached": visit.read_attached(folder, seat.worker)})
     heard = [visit.ended_from(worker, said) for worker, said in enumerate(told)]
     return check_handshake(heard, [None if said is None else said["attached"] for said in told])

@@ -16,8 +16,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from laconic.checks.outliers import names
 from laconic.doctor.finding import Finding, ok, warning
-from laconic.majority import names
 
 ASKS = 3
 CLOCKS_S = 3.0
@@ -89,7 +89,7 @@ def check_clocks(offsets: Sequence[float | None]) -> Finding:
 
 
 def tournament(workers: int) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs in which everybody meets everybody, each in at most one pair a round.
+    """WeightSync of pairs in which everybody meets everybody, each in at most one pair a round.
 
     >>> tournament(4)
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]

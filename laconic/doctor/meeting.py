@@ -37,14 +37,14 @@ class Meeting:
     store: Store
     worker: int
     workers: int
-    patience_s: float
+    timeout_s: float
     absent: set[int] = field(default_factory=set)
     """Who was waited for in vain once is not waited for again."""
 
     def gather(self, what: str, mine: object) -> list[Any]:
         """Tell the others something, and hear what they tell. None stands for one who said nothing in time."""
         self.store.set(f"{what}/{self.worker}", json.dumps(mine))
-        until = time.monotonic() + self.patience_s
+        until = time.monotonic() + self.timeout_s
         open_ones = set(range(self.workers))
         heard: dict[int, Any] = {}
         while open_ones:
@@ -103,7 +103,7 @@ class Meeting:
             said.append(str(error).partition("\n")[0])
 
 
-def meet(environ: Mapping[str, str], patience_s: float) -> Meeting:
+def meet(environ: Mapping[str, str], timeout_s: float) -> Meeting:
     """Finds the store that MASTER_ADDR and MASTER_PORT name, or opens it there.
 
     Torch's own rendezvous would wait until all workers have come, and could not say who has not.
@@ -116,7 +116,7 @@ def meet(environ: Mapping[str, str], patience_s: float) -> Meeting:
             int(environ["MASTER_PORT"]),
             workers,
             worker == 0 and not launchers_own,
-            timedelta(seconds=patience_s),
+            timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
         )
@@ -126,7 +126,7 @@ def meet(environ: Mapping[str, str], patience_s: float) -> Meeting:
         PrefixStore(f"laconic/doctor/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store),
         worker,
         workers,
-        patience_s,
+        timeout_s,
     )
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from laconic.addresses import Card, can_bind, cards_here, is_loopback, own_address, resolve
 from laconic.doctor.finding import Finding, ok, problem, warning
+from laconic.elastic.addresses import Card, can_bind, cards_here, is_loopback, own_address, resolve
 
 Resolver: TypeAlias = Callable[[str], Sequence[str]]
 Binder: TypeAlias = Callable[[str], bool]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
-from laconic.addresses import Card, is_loopback
 from laconic.doctor.finding import Finding, ok, warning
+from laconic.elastic.addresses import Card, is_loopback
 
 LISTENING = "0A"
 SHOWN = 8

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import laconic
+from laconic.checks.outliers import names, outliers
+from laconic.compare.launch import killed_by
 from laconic.doctor.finding import Finding, ok, problem, warning
 from laconic.doctor.visit import Ended, Mark, Visit, warnings_of
-from laconic.lab.launch import killed_by
-from laconic.majority import names, odd_ones
 
 
 def check_handshake(ended: Sequence[Ended], attached: Sequence[Mapping[str, object] | None]) -> list[Finding]:
-    """Whether all workers of a script came through `laconic.attach`, and with the same plan."""
+    """Whether all workers of a script came through `laconic.session.session`, and with the same plan."""
     absent = [worker for worker, said in enumerate(attached) if said is None]
     if absent:
         return [_not_attached(ended, absent)]
     plans = [str(said["plan"]) for said in attached if said is not None]
-    usual, odd = odd_ones(plans)
+    usual, odd = outliers(plans)
     if odd:  # groups that do not talk to each other could differ
         return [problem("script", f"{names(odd)} runs {plans[odd[0]]}, the others {usual}", "Give all the same plan.")]
     found = f"all {len(attached)} workers attached {usual}, and agree about plan, parameters and versions"
@@ -35,10 +35,10 @@ def _not_attached(ended: Sequence[Ended], absent: Sequence[int]) -> Finding:
     if first.code == 0:
         return problem(
             "script",
-            f"{names(absent)} ended without laconic.attach",
+            f"{names(absent)} ended without laconic.session.session",
             "Let the script call laconic.attach(plan, model, optimizer), and give the arguments it needs after --.",
         )
-    found = f"{names(absent)} did not come through laconic.attach: {how(first)}"
+    found = f"{names(absent)} did not come through laconic.session.session: {how(first)}"
     return problem("script", found, "Mend this first: a run would end the same way.")
 
 
@@ -62,7 +62,7 @@ def check_faults_made(visit: Visit, marks: Sequence[Mark]) -> list[Finding]:
         problem(
             f"fault {fault}",
             f"it was not made: worker {fault.worker} never came to step {fault.step}",
-            "Let the script call laconic.attach and train that far, or choose an earlier step.",
+            "Let the script call laconic.session.session and train that far, or choose an earlier step.",
         )
         for fault in visit.faults
         if str(fault) not in made
@@ -83,7 +83,7 @@ def _survivor(ended: Ended, marks: Sequence[Mark], was_lost: bool) -> Finding:
         return ok(name, f"{how(ended)}, as asked")
     delay = since_fault(ended, marks)
     if ended.ended_because:
-        return problem(name, how(ended), "It noticed nothing. Does it wait outside laconic? Give attach a patience_s.")
+        return problem(name, how(ended), "It noticed nothing. Does it wait outside laconic? Give attach a timeout_s.")
     when = "" if delay is None else f" {delay:.2f} s after the fault"
     if ended.code == 0:
         heard = next((line for at, line in ended.lines if marks and at >= marks[0].at and line.strip()), "")

@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, requires
 
 import torch
 
+from laconic.checks.outliers import names, outliers
 from laconic.doctor.finding import Finding, ok, problem, warning
-from laconic.majority import names, odd_ones
 
 NAME = "versions"
 PYTHON_AT_LEAST = (3, 11)
@@ -55,7 +55,7 @@ def compare_versions(said: Sequence[Mapping[str, str]]) -> list[Finding]:
     findings = []
     for what in ("laconic", "torch", "python"):
         each = [str(versions.get(what, "unknown")) for versions in said]
-        usual, odd = odd_ones(each)
+        usual, odd = outliers(each)
         if odd:
             shown = f"{what} {each[odd[0]]} on {names(odd)}, {usual} on the others"
             make = warning if what == "python" else problem

@@ -1,4 +1,4 @@
-"""Runs a user's own script under observation: up to `laconic.attach`, or with faults."""
+"""Runs a user's own script under observation: up to `laconic.session.session`, or with faults."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from laconic.compare.launch import environment, run_elastic
+from laconic.compare.settings import LabError
+from laconic.compare.slow_link import PROGRAM
 from laconic.doctor import witness
-from laconic.injection import INJECT, MARKS, UNTIL, Fault
-from laconic.lab.launch import environment, run_elastic
-from laconic.lab.settings import LabError
-from laconic.lab.slow_link import PROGRAM
+from laconic.doctor.injection import INJECT, MARKS, UNTIL, Fault
 
 WITNESS = Path(witness.__file__)
 _RANK = re.compile(r"\[rank\d+\]: ?")  # torch puts it before each line of a worker's traceback
@@ -46,7 +46,7 @@ class Visit:
 
     @property
     def environ(self) -> dict[str, str]:
-        """What tells the script's `laconic.attach` what to do."""
+        """What tells the script's `laconic.session.session` what to do."""
         return {INJECT: ",".join(map(str, self.faults))} if self.faults else {UNTIL: "attach"}
 
     def command(self, folder: Path) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ def read_marks(folder: Path) -> list[Mark]:
 
 
 def read_attached(folder: Path, worker: int) -> Mapping[str, Any] | None:
-    """What a worker noted at the end of `laconic.attach`, if it came so far."""
+    """What a worker noted at the end of `laconic.session.session`, if it came so far."""
     path = folder / f"attached-{worker}.json"
     return json.loads(path.read_text()) if path.exists() else None
 

@@ -29,7 +29,7 @@ def ended_file(folder: Path, worker: int) -> Path:
 
 
 def faults_file(folder: Path, worker: int) -> Path:
-    """Where a worker notes its faults; `laconic.injection` writes it."""
+    """Where a worker notes its faults; `laconic.doctor.injection` writes it."""
     return folder / f"faults-{worker}.jsonl"
 
 

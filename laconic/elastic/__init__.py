@@ -3,8 +3,8 @@
     from laconic import elastic
 
     world = elastic.join("node-0:29400", id=3, least=2)
-    talk = laconic.attach(laconic.diloco(period=100), model, optimizer)     # a bare module, attached as if alone
-    with elastic.Run(world, talk, model, optimizer) as run:
+    session = laconic.attach(laconic.diloco(period=100), model, optimizer)     # a bare module, attached as if alone
+    with elastic.Run(world, session, model, optimizer) as run:
         for step in run.steps(10_000):
             with step:
                 loss(model, batch(step.number, step.worker, step.workers)).backward()

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
+from laconic.comm.timeout import ended
 from laconic.elastic.store import BoundedStore
-from laconic.wires.patience import ended
 
 CallOff = Callable[[], None]
 """Raises when a wait has become pointless."""

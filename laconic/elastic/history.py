@@ -75,7 +75,7 @@ class History:
         """Go back to the newest snapshot, to leave the run with it."""
         self.newest.restore(self._parts)
 
-    def at(self, step: int) -> Snapshot:
+    def syncs_at(self, step: int) -> Snapshot:
         """Find the snapshot of a step."""
         return next(each for each in self.snapshots if each.step == step)
 

@@ -8,34 +8,34 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic.attach import Talk
+from laconic.comm.timeout import LostWorkerError
 from laconic.elastic.snapshot import Stateful
-from laconic.wires.patience import LostWorkerError
+from laconic.session.session import Session
 
 
 def parts_of(
-    talk: Talk, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], also: Mapping[str, Stateful] | None
+    session: Session, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], also: Mapping[str, Stateful] | None
 ) -> dict[str, Stateful]:
     """Name all that has a state that belongs to a step.
 
     From now on rounds of weights are averaged in copies. What a worker that was given up says when it wakes may still
     be written where it was expected, and weights have been taken back from the last committed round by then.
     """
-    check_bare(talk, model)
-    talk._rounds.commit = "atomic"
+    check_bare(session, model)
+    session._weight_sync.commit = "atomic"
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     return {
         "model": model,
         **{f"optimizer {index}": each for index, each in enumerate(optimizers)},
-        "talk": talk,
+        "session": session,
         **{f"also {name}": each for name, each in (also or {}).items()},
     }
 
 
-def check_bare(talk: Talk, model: nn.Module) -> None:
+def check_bare(session: Session, model: nn.Module) -> None:
     """Refuse models that are bound to a process group: theirs would be left with the first worker that is lost."""
     bound = next((each for each in model.modules() if isinstance(each, DistributedDataParallel)), None)
-    if bound is None and talk._dispatcher is None:
+    if bound is None and session._dispatcher is None:
         return
     what = "DistributedDataParallel" if bound is not None else "FSDP"
     raise ValueError(
@@ -45,9 +45,9 @@ def check_bare(talk: Talk, model: nn.Module) -> None:
     )
 
 
-def is_loss(talk: Talk, error: BaseException) -> bool:
+def is_loss(session: Session, error: BaseException) -> bool:
     """Whether an error tells of workers that were lost, and is not the caller's own."""
-    return isinstance(error, LostWorkerError) or error is talk._levels.world.broken
+    return isinstance(error, LostWorkerError) or error is session._levels.world.broken
 
 
 def check_counts(**given: int | None) -> None:

@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from laconic.agreement import DisagreementError
-from laconic.agreement import _gather as gather_rows
-from laconic.attach import Talk
+from laconic.checks.agreement import DisagreementError
+from laconic.checks.agreement import _gather as gather_rows
 from laconic.elastic.errors import ElasticError, EndedError, ReplacedError, StoreLostError
 from laconic.elastic.group import CallOff, called_off, connect, gather, leave, lengthen
 from laconic.elastic.handing import hand_over
@@ -37,6 +36,7 @@ from laconic.elastic.parts import check_counts, is_loss, parts_of
 from laconic.elastic.snapshot import Committed, Stateful
 from laconic.elastic.step import Agreed, Step
 from laconic.elastic.world import World
+from laconic.session.session import Session
 
 logger = logging.getLogger("laconic.elastic")
 
@@ -56,7 +56,7 @@ class Run:
     def __init__(
         self,
         world: World,
-        talk: Talk,
+        session: Session,
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
@@ -67,17 +67,17 @@ class Run:
         on_commit: Callable[[Committed], None] | None = None,
     ) -> None:
         check_counts(every=every, save_every=save_every)
-        self.world, self.talk = world, talk
+        self.world, self.session = world, session
         self._model = model
         self._every, self._save_every = every, save_every
         shelf = None if folder is None else Shelf(Path(folder), world.id)
-        self._history = History(parts_of(talk, model, optimizer, also), shelf, on_commit)
+        self._history = History(parts_of(session, model, optimizer, also), shelf, on_commit)
         self._members: Members | None = None
-        self._rounds = 0
+        self._weight_sync = 0
         self._stop = self._leaving = self._ended = False
         self._total = 0
         self._clean = True
-        self._agreed = Agreed(talk)
+        self._agreed = Agreed(session)
         self.stopped = False
         """Whether the loop has ended early, because a worker called `stop`, or this one `leave`."""
 
@@ -119,7 +119,7 @@ class Run:
         """
         self._begin(total)
         while not self._finished():
-            yield Step(self, self.talk.step + 1)
+            yield Step(self, self.session.step + 1)
 
     def __enter__(self) -> Run:
         return self
@@ -130,26 +130,26 @@ class Run:
         self._leave()
         if not isinstance(self.world.watch.failed, ReplacedError):  # the folder is the other's now
             self._history.save()
-        self.talk.detach()
+        self.session.detach()
         self.world.leave()
 
     def _begin(self, total: int) -> None:
         self._total, self._ended = total, False
-        self._history.begin(self.talk.step)
+        self._history.begin(self.session.step)
         self._recover()
 
     def _finished(self) -> bool:
         """Whether the loop is over. The last step is committed whatever the schedule, and the end is noted."""
         if self._is_leaving() and not (self.stopped or self._ended):
             self._depart()
-        while not self.stopped and not self._ended and self.talk.step >= self._total:
+        while not self.stopped and not self._ended and self.session.step >= self._total:
             try:
-                if self._history.newest.step < self.talk.step:
-                    self.talk.average_weights()
+                if self._history.newest.step < self.session.step:
+                    self.session.average_weights()
                 self._commit()
                 self._ended = True
                 with contextlib.suppress(StoreLostError):  # all have come to the end, whoever hears of it
-                    self.world.end(self._history.generation, self.talk.step)
+                    self.world.end(self._history.generation, self.session.step)
             except RuntimeError as error:
                 if not self._survives(error):
                     raise
@@ -161,8 +161,8 @@ class Run:
             return self._survives(error)
         try:
             if self._agreed.after_step():
-                self._rounds += 1
-                if self._rounds % self._every == 0 and self.talk.step < self._total and self._commit():
+                self._weight_sync += 1
+                if self._weight_sync % self._every == 0 and self.session.step < self._total and self._commit():
                     self._recover()
         except RuntimeError as lost:
             if not self._survives(lost):
@@ -177,10 +177,10 @@ class Run:
         watch = self.world.watch
         if isinstance(watch.failed, ReplacedError):
             raise watch.failed
-        step = self.talk.step
+        step = self.session.step
         self._history.keep(step, self.members)
         row = [step, int(self._stop), int(watch.wanted), int(watch.failed is not None)]
-        rows = gather_rows(self.talk._levels.world, torch.tensor(row))
+        rows = gather_rows(self.session._levels.world, torch.tensor(row))
         if bool((rows[:, 0] != step).any()):
             raise DisagreementError(
                 f"after the same round, workers are at the steps {rows[:, 0].tolist()}. Every worker must call its "
@@ -192,7 +192,7 @@ class Run:
 
     def _survives(self, error: BaseException) -> bool:
         """After the loss of a worker, go on with the others, and say so. Other errors are the caller's."""
-        if not is_loss(self.talk, error):
+        if not is_loss(self.session, error):
             return False
         logger.warning("after step %d: %s", self._history.newest.step, error)
         self._recover()
@@ -213,8 +213,8 @@ class Run:
     def _leave(self) -> None:
         """Leave the group that there was. Where a collective failed, others may be under way still."""
         self.world.watch.on_silence = None
-        levels = self.talk._levels
-        clean = self._clean and levels.world.broken is None and not self.talk._rounds.waiting
+        levels = self.session._levels
+        clean = self._clean and levels.world.broken is None and not self.session._weight_sync.waiting
         levels.abandon()
         leave(0 if clean else self.world.timeout_s, levels)
         self._clean = True
@@ -270,15 +270,15 @@ class Run:
         world.get_ready(members, call_off)
         with called_off(world.store, call_off):
             group = connect(world.store, f"{world.prefix_of(members)}/group", self.worker, self.workers)
-            self.talk.regroup(group)
+            self.session.regroup(group)
             lengthen(group, world.timeout_s)
-            lengthen(self.talk._levels.world.group, world.timeout_s)
+            lengthen(self.session._levels.world.group, world.timeout_s)
             self._adopt(members, group, call_off)
         gather(group, [members.generation], call_off)
         world.meetings.confirmed(members)
         world.watch.look_for_seats(members.attempt + 1)
-        patience = self.talk._levels.world.patience
-        world.watch.on_silence = None if patience is None else patience.give_up
+        timeout = self.session._levels.world.timeout
+        world.watch.on_silence = None if timeout is None else timeout.give_up
         logger.info("generation %d goes on after step %d: %s", members.generation, members.base, self.members)
 
     def _adopt(self, members: Members, group: dist.ProcessGroup, call_off: CallOff) -> None:
@@ -287,5 +287,5 @@ class Run:
         self._history.adopt(snapshot, members.generation, save=self._save_every is not None)
         for p in self._model.parameters():
             p.grad = None
-        self._rounds = 0  # counted alike by those who were there and those who come
+        self._weight_sync = 0  # counted alike by those who were there and those who come
         self._agreed.forget()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Protocol
 
-from laconic.attach import Talk
+from laconic.session.session import Session
 
 
 class Loop(Protocol):
@@ -48,8 +48,8 @@ class Step:
 class Agreed:
     """Tells after each step whether workers have agreed on something that has taken effect by now. The same on all."""
 
-    def __init__(self, talk: Talk) -> None:
-        self._talk = talk
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._talked = False
 
     def forget(self) -> None:
@@ -58,10 +58,10 @@ class Agreed:
 
     def after_step(self) -> bool:
         """Whether the step that has just ended leaves all workers with a round to share."""
-        talk, plan = self._talk, self._talk.plan
-        turns = plan.at(talk.step, talk._pace)
-        self._talked |= talk._pace.since == talk.step or any(plan.is_outermost(turn) for turn in turns)
-        if not self._talked or talk._rounds.waiting:
+        session, plan = self._session, self._session.plan
+        turns = plan.syncs_at(session.step, session._clock)
+        self._talked |= session._clock.since == session.step or any(plan.is_outermost(turn) for turn in turns)
+        if not self._talked or session._weight_sync.waiting:
             return False
         self._talked = False
         return True

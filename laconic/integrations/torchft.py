@@ -4,8 +4,8 @@
     from laconic.integrations import torchft as ft
 
     manager = torchft.Manager(ft.Group(), None, None, min_replica_size=2, use_async_quorum=False)
-    talk = laconic.attach(laconic.diloco(period=100), model, optimizer)     # a bare module, attached as if alone
-    with ft.Run(manager, talk, model, optimizer) as run:
+    session = laconic.attach(laconic.diloco(period=100), model, optimizer)     # a bare module, attached as if alone
+    with ft.Run(manager, session, model, optimizer) as run:
         for step in run.steps(10_000):
             with step:
                 loss(model, batch(step.number, step.worker, step.workers)).backward()
@@ -30,7 +30,6 @@ from torch import nn
 from torch._C._distributed_c10d import Store
 from torch.optim import Optimizer
 
-from laconic.attach import Talk
 from laconic.elastic.group import CallOff, connect, gather, leave, lengthen
 from laconic.elastic.handing import hand_over
 from laconic.elastic.history import History
@@ -39,6 +38,7 @@ from laconic.elastic.parts import is_loss, parts_of
 from laconic.elastic.snapshot import Committed, Stateful
 from laconic.elastic.step import Agreed, Step
 from laconic.elastic.store import BoundedStore
+from laconic.session.session import Session
 
 logger = logging.getLogger("laconic.torchft")
 
@@ -87,7 +87,7 @@ class Run:
     def __init__(
         self,
         manager: torchft.Manager,
-        talk: Talk,
+        session: Session,
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
@@ -105,11 +105,11 @@ class Run:
                 "Run: torch.distributed is initialised already, and under torchft it is made anew with each quorum. "
                 "Leave out init_process_group: a replica is one process."
             )
-        self.manager, self.talk = manager, talk
+        self.manager, self.session = manager, session
         self._group: Group = manager._pg
         self._model = model
-        self._history = History({**parts_of(talk, model, optimizer, also), "torchft": manager}, None, on_commit)
-        self._agreed = Agreed(talk)
+        self._history = History({**parts_of(session, model, optimizer, also), "torchft": manager}, None, on_commit)
+        self._agreed = Agreed(session)
         self._world: dist.ProcessGroup | None = None
         self._total = 0
 
@@ -131,10 +131,10 @@ class Run:
     def steps(self, total: int) -> Iterator[Step]:
         """Go on to step `total`. Each step is to be entered, and to call the optimizer once."""
         self._total = total
-        self._history.begin(self.talk.step)
+        self._history.begin(self.session.step)
         self._meet()
-        while self.talk.step < total:
-            yield Step(self, self.talk.step + 1)
+        while self.session.step < total:
+            yield Step(self, self.session.step + 1)
 
     def __enter__(self) -> Run:
         return self
@@ -142,13 +142,13 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.talk._levels.abandon()
+        self.session._levels.abandon()
         self._group.abort(errored=False)
-        self.talk.detach()
+        self.session.detach()
 
     def _end_step(self, error: BaseException | None) -> bool:
         """Let the round count, if it was one and all of it came through; else go back to the last that did."""
-        if error is not None and not is_loss(self.talk, error):
+        if error is not None and not is_loss(self.session, error):
             return False
         try:
             if error is not None:
@@ -157,7 +157,7 @@ class Run:
                 self._vote()
             return False
         except RuntimeError as lost:
-            if not is_loss(self.talk, lost):
+            if not is_loss(self.session, lost):
                 raise
             self._give_up(lost)
             self._meet()
@@ -165,18 +165,18 @@ class Run:
 
     def _completes_a_round(self) -> bool:
         """Whether all have agreed by this step. The last one is made to, whatever the schedule."""
-        if self.talk.step < self._total:
+        if self.session.step < self._total:
             return self._agreed.after_step()
-        self.talk.average_weights()
+        self.session.average_weights()
         return True
 
     def _vote(self) -> None:
         if self.manager.should_commit():
-            self._history.keep(self.talk.step, tuple(map(str, range(self.workers))))
+            self._history.keep(self.session.step, tuple(map(str, range(self.workers))))
             self._history.settle()
         else:  # too few replicas
             self._world = None
-        if self._world is None or self.talk.step < self._total:
+        if self._world is None or self.session.step < self._total:
             self._meet()
 
     def _give_up(self, error: Exception) -> None:
@@ -204,9 +204,9 @@ class Run:
     def _take_part(self, group: dist.ProcessGroup) -> None:
         """Go on in another group, from the newest round that one of it holds."""
         timeout_s, call_off = self._group.timeout_s, _deadline(self._group.timeout_s)
-        self.talk.regroup(group)
+        self.session.regroup(group)
         lengthen(group, timeout_s)
-        lengthen(self.talk._levels.world.group, timeout_s)
+        lengthen(self.session._levels.world.group, timeout_s)
         held = gather(group, [self.manager.current_step(), self._history.newest.step], call_off)
         seats = (Seat(str(worker), "", rounds, (step,)) for worker, (rounds, step) in enumerate(held))
         members = Members(0, 0, tuple(seats))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from laconic.wires.wire import Exchange, State, Tensors
+from laconic.comm.requests import Exchange, State, Tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,11 +30,11 @@ def fast_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor],
     if some is None or not _in_step(codec, tensors, state):
         return None
     if _has_kernels(codec, tensors):
-        from laconic.kernels.fused import fused_feedback
+        from laconic.kernels.cuda.fused import fused_feedback
 
         return fused_feedback(codec, tensors, residual, state)
     if some.dtype in (torch.float32, torch.float64) and some.device.type != "meta":
-        from laconic.kernels.dense import dense_feedback
+        from laconic.kernels.cpu import dense_feedback
 
         return dense_feedback(codec, tensors, residual, state)
     return None
@@ -57,7 +57,7 @@ def fast_by_shape(
         return None
     if sum(t.numel() for t in rest.values()) > _SMALL or not all(t.is_contiguous() for t in rest.values()):
         return None
-    from laconic.kernels.fused import bind
+    from laconic.kernels.cuda.fused import bind
 
     bound = bind(codec, matrices, rest, tensors, state["codec"].setdefault("residual", {}), inner)
     groups = inner["_fused"].values()

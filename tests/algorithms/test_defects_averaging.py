@@ -25,7 +25,7 @@ from tests.algorithms.implementations import (
     module,
     post_local,
 )
-from tests.cluster.models import assert_equal_bits, batch, mlp, weights
+from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import run_workers
 
 

@@ -24,7 +24,7 @@ from tests.algorithms.implementations import (
     power,
     relative_error,
 )
-from tests.cluster.models import assert_equal_bits, batch, mlp, weights
+from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import run_workers
 
 
@@ -319,7 +319,7 @@ def test_d11_bytes_are_counted(implementation):
         assert stats == (600 / 72, 3 * 600, 3 * 72)
 
 
-def _rounds(worker: int, implementation: str) -> float:
+def _weight_sync(worker: int, implementation: str) -> float:
     """All-reduces for each step of a model in one bucket."""
     model = DDP(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -339,7 +339,7 @@ def _rounds(worker: int, implementation: str) -> float:
 
 @defect(torch_shows="3.0 all-reduces a step")
 def test_d12_one_round_a_step(implementation):
-    for rounds in run_workers(_rounds, 2, (implementation,)):
+    for rounds in run_workers(_weight_sync, 2, (implementation,)):
         assert rounds == 1, f"{rounds} all-reduces a step"
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.algorithms.implementations import averagers, hierarchical
-from tests.cluster.models import assert_equal_bits
+from tests.session.models import assert_equal_bits
 from tests.workers import run_workers
 
 WORKERS = 4

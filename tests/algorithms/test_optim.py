@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from laconic.algorithms.model_averaging.averagers import PeriodicModelAverager
 from laconic.algorithms.optim import PostLocalSGDOptimizer
 from tests.algorithms.implementations import saved_and_loaded
-from tests.cluster.models import assert_equal_bits, batch, mlp, weights
+from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import run_workers
 
 

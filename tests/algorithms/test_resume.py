@@ -19,7 +19,7 @@ from laconic.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batch
 from laconic.algorithms.model_averaging.averagers import ModelAverager, PeriodicModelAverager
 from laconic.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from tests.algorithms.implementations import saved_and_loaded
-from tests.cluster.models import batch, weights
+from tests.session.models import batch, weights
 from tests.workers import run_workers
 
 METHODS = ["PowerSGD", "batched PowerSGD", "PowerSGD without warm start", "post-local SGD", "periodic", "hierarchical"]

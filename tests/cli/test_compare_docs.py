@@ -8,9 +8,9 @@ from dataclasses import fields
 import pytest
 
 from laconic.cli.running import Surroundings
-from laconic.lab.script import Script
-from laconic.lab.training import Outcome
-from laconic.lab.unfinished import Run
+from laconic.compare.lab.training import Outcome
+from laconic.compare.script import Script
+from laconic.compare.unfinished import Run
 from tests.cli.conftest import ROOT
 
 TEXT = (ROOT / "docs" / "compare.md").read_text()
@@ -59,12 +59,12 @@ def test_its_three_lines_are_those_of_the_example():
     added = [line[2:].strip() for line in TEXT.splitlines() if line.startswith("+ ")]
     assert added == [
         "import laconic",
-        "talk = laconic.attach(laconic.plan_from_env(), model, optimizer)",
-        "if talk.report(loss=loss): break",
+        "session = laconic.attach(laconic.plan_from_env(), model, optimizer)",
+        "if session.report(loss=loss): break",
     ]
     assert added[0] in example
     assert added[1] in example
-    assert "if talk.report(loss=loss" in example
+    assert "if session.report(loss=loss" in example
 
 
 def test_its_pictures_are_there_and_small():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import ROOT
-from tests.lab.processes import descendants, eventually, namespaces_alive, namespaces_held_by, running
+from tests.compare.processes import descendants, eventually, namespaces_alive, namespaces_held_by, running
 from tests.namespaces import needs_root
 
 SMALL = ["--layers", "1", "--width", "64", "--heads", "2", "--context", "32"]

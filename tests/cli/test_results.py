@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from laconic.cli.results import check_writable, closing_table, write_json
-from laconic.lab.settings import LabError
-from laconic.lab.training import Outcome
-from laconic.lab.units import human_bytes, times_fewer
+from laconic.compare.lab.training import Outcome
+from laconic.compare.settings import LabError
+from laconic.compare.units import human_bytes, times_fewer
 
 DDP = Outcome(
     plan="ddp()",

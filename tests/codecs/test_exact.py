@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from laconic.codecs import Cast, ErrorFeedback, Exact
+from laconic.comm import Averaged, Mean, lockstep
 from laconic.ledger import Ledger
-from laconic.wires import Averaged, Mean, lockstep
 
 
 def test_half_the_bits_are_half_the_bytes() -> None:

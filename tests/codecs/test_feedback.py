@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.comm import Mean, lockstep
 from laconic.ledger import Ledger
-from laconic.wires import Mean, lockstep
 from tests.laws.world import World, residuals, tensors
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from laconic.addresses import Card, can_bind, ipv6_cards, is_loopback, resolve
 from laconic.doctor import backends, data, limits, network, sockets, versions
 from laconic.doctor.backends import Built, Device
 from laconic.doctor.finding import Finding, from_json, has_problem, merged, ok, problem
 from laconic.doctor.network import Host
+from laconic.elastic.addresses import Card, can_bind, ipv6_cards, is_loopback, resolve
 
 HERE = {"python": "3.12.1", "torch": "2.13.0+cpu", "laconic": "0.1.0"}
 LO, ETH = Card("lo", "127.0.0.1"), Card("eth0", "10.0.0.7")

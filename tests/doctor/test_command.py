@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from laconic.doctor.finding import problem
+from laconic.doctor.injection import faults
 from laconic.doctor.verdicts import check_faults_made, check_handshake, check_survivors, is_typed
 from laconic.doctor.visit import Ended, Mark, Visit
-from laconic.injection import faults
 from tests.cli.conftest import here
 
 __all__ = ["here"]
@@ -28,7 +28,7 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-laconic.attach(laconic.plan_from_env(), model, optimizer, patience_s=3)
+laconic.attach(laconic.plan_from_env(), model, optimizer, timeout_s=3)
 for _ in range(int(sys.argv[1])):
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
@@ -68,7 +68,7 @@ def test_a_table_in_a_terminal(capsys, monkeypatch):
         (["--script", "no/such.py"], "--script no/such.py: there is no such file."),
         (["--script", "SCRIPT", "--workers", "0"], "--workers 0: there must be at least 1."),
         (["--script", "SCRIPT", "--seconds", "0"], "--seconds 0: it must be a number above 0."),
-        (["--patience", "0"], "--patience 0: it must be a number above 0."),
+        (["--timeout", "0"], "--timeout 0: it must be a number above 0."),
         (["--json", "."], "--json .: that is a folder."),
     ],
 )
@@ -99,7 +99,7 @@ def test_a_killed_worker_and_what_the_others_say(here, tmp_path):
     assert found["fault nan:0@99"]["found"] == "it was not made: worker 0 never came to step 99"
     assert found["worker 1"]["found"] == "killed by SIGKILL, as asked"
     assert found["worker 0"]["verdict"] == "ok", found["worker 0"]
-    assert "s after the fault: laconic.wires.patience.LostWorkerError: step 3" in found["worker 0"]["found"]
+    assert "s after the fault: laconic.comm.timeout.LostWorkerError: step 3" in found["worker 0"]["found"]
     assert ended.code == 1  # a fault was not made
 
 
@@ -146,9 +146,9 @@ class TestVerdicts:
         assert (fine.verdict, caution.verdict) == ("ok", "warning")
         assert check_handshake(well, [attached, attached | {"plan": "qsr()"}])[0].verdict == "problem"
         [found] = check_handshake([Ended(0, 0, 1.0, ()), Ended(1, 0, 1.0, ())], [None, None])
-        assert found.found == "workers 0, 1 ended without laconic.attach"
+        assert found.found == "workers 0, 1 ended without laconic.session.session"
         [found] = check_handshake([Ended(0, 1, 1.0, ((1.0, "NameError: x"),)), well[1]], [None, attached])
-        assert found.found == "worker 0 did not come through laconic.attach: NameError: x"
+        assert found.found == "worker 0 did not come through laconic.session.session: NameError: x"
 
     def test_typed(self):
         assert is_typed("LostWorkerError")

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from laconic import injection
-from laconic.injection import Fault, Injection, InjectionError, check_faults, fault, faults, injected_from_env
-from tests.cluster.models import batch, mlp, weights
-from tests.faults.survivors import run_survivors
+from laconic.doctor.injection import Fault, Injection, InjectionError, check_faults, fault, faults, injected_from_env
+from tests.elastic.survivors import run_survivors
+from tests.session.models import batch, mlp, weights
 from tests.workers import run_workers
 
 LONG = "kill:2@300,stop:1@100:5s,nan:0@50,flip:3@70,slow:1@20:2s"
@@ -110,7 +110,7 @@ def _train(worker: int, inject: str, wrapped: bool, nonfinite: str) -> tuple[str
     model = DDP(module) if wrapped else module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trace = [weights(module)]
-    laconic.attach(laconic.ddp(), model, optimizer, patience_s=3, nonfinite=nonfinite, verify_every=1)  # type: ignore[arg-type]
+    laconic.attach(laconic.ddp(), model, optimizer, timeout_s=3, nonfinite=nonfinite, verify_every=1)  # type: ignore[arg-type]
     for step in range(1, 6):
         x, y = batch(worker, step)
         F.cross_entropy(model(x), y).backward()

@@ -86,7 +86,7 @@ def _visit(worker: int, workers: int, port: int, asked: Asked) -> tuple[list[Fin
 def test_two_workers_and_a_script(tmp_path, program, verdict, words):
     script = tmp_path / "train.py"
     script.write_text(program)
-    asked = Asked(data=Path(__file__), visit=Visit(script, workers=2, limit_s=60), patience_s=30, links_s=0.3)
+    asked = Asked(data=Path(__file__), visit=Visit(script, workers=2, limit_s=60), timeout_s=30, links_s=0.3)
     (findings, speaks), (_, speaks_too) = run_workers(_visit, 2, (2, free_port(), asked), group=False, timeout_s=100)
     assert (speaks, speaks_too) == (True, False)
     by_name = {each.name: each for each in findings}
@@ -99,7 +99,7 @@ def test_two_workers_and_a_script(tmp_path, program, verdict, words):
 
 
 def test_a_worker_that_does_not_come():
-    asked = Asked(patience_s=1)
+    asked = Asked(timeout_s=1)
     [(findings, speaks)] = run_workers(_visit, 1, (2, free_port(), asked), group=False)
     assert speaks
     assert findings[0].verdict == "problem"
@@ -110,10 +110,10 @@ def test_a_worker_that_does_not_come():
 def test_nobody_at_the_meeting_point(monkeypatch):
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with pytest.raises(meeting.MeetingError):
-        meeting.meet(environ, patience_s=0.5)
+        meeting.meet(environ, timeout_s=0.5)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    findings, speaks = among_workers(Asked(patience_s=0.5))
+    findings, speaks = among_workers(Asked(timeout_s=0.5))
     assert speaks
     assert findings[-1].verdict == "problem"
     assert "worker 1 could not meet the others at 127.0.0.1:" in findings[-1].found

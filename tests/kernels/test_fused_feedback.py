@@ -19,8 +19,8 @@ from torch import Tensor
 
 from laconic.codecs import ByShape, ErrorFeedback, Exact, LowRank
 from laconic.codecs.orthonormal import orthonormal
-from laconic.wires import lockstep
-from laconic.wires.wire import State
+from laconic.comm import lockstep
+from laconic.comm.requests import State
 
 HAS_GPU = torch.cuda.is_available()
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no GPU here")])]
@@ -346,8 +346,8 @@ INTERPRETED = """
 import sys
 import torch
 from laconic.codecs import ErrorFeedback, LowRank
-from laconic.kernels.fused import fused_feedback
-from laconic.wires import lockstep
+from laconic.kernels.cuda.fused import fused_feedback
+from laconic.comm import lockstep
 
 torch.manual_seed(0)
 for rounds in ("two", "alternating"):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.comm import Averaged, State, Tensors, dry, lockstep
 from laconic.ledger import Ledger
-from laconic.wires import Averaged, State, Tensors, dry, lockstep
 from tests.laws.world import World, at_once, carried, in_place, leaves, residuals, same_bits, side_by_side, true_mean
 
 CODECS: list[Codec] = [

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from laconic.codecs import Codec
+from laconic.comm import Averaged, Exchange, Mean, State, Tensors, lockstep
 from laconic.ledger import Ledger
-from laconic.wires import Averaged, Exchange, Mean, State, Tensors, lockstep
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "square.weight": (24, 24),

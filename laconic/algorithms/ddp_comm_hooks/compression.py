@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laconic.agreement import agree, parameter_facts
 from laconic.algorithms.ddp_comm_hooks.conversion import torch_factors
+from laconic.checks.agreement import agree, parameter_facts
 from laconic.codecs import Batched, ByShape, Codec, ErrorFeedback, LowRank
 from laconic.codecs.batched import name_of, side_of
-from laconic.codecs.codec import wide_dtype
-from laconic.wires.wire import Exchange, State
+from laconic.codecs.contract import wide_dtype
+from laconic.comm.requests import Exchange, State
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -146,4 +146,4 @@ def agree_at_first(
             np.asarray(tuple(state.rng.get_state(legacy=True))[1]).sum()
         )
     facts |= parameter_facts(tensors.items())
-    agree(engine.conductor, "PowerSGD", facts)
+    agree(engine.queue, "PowerSGD", facts)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.codecs import LowRank
-from laconic.codecs.codec import wide_dtype
+from laconic.codecs.contract import wide_dtype
 from laconic.torch_pickle import PickledState
 
 logger = logging.getLogger(__name__)

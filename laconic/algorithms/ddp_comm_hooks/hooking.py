@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from laconic.averaging import write
-from laconic.bucket_stream import BucketStream
 from laconic.codecs import Codec
+from laconic.comm.averaging import write
+from laconic.comm.queue import CollectiveQueue, resolved
+from laconic.comm.requests import Averaged, State
 from laconic.ledger import Ledger
-from laconic.wires.group import Conductor, resolved
-from laconic.wires.wire import Averaged, State
+from laconic.session.bucket_queue import BucketQueue
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -62,13 +62,13 @@ class Names:
 
 
 class Engine:
-    """A hook state's link to the engine: its conductor, ledger and stream of buckets. Never saved."""
+    """A hook state's link to the engine: its queue, ledger and stream of buckets. Never saved."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group_or_world(group)
         self.ledger = Ledger()
-        self.conductor = Conductor(self.group, self.ledger)
-        self.stream = BucketStream(self.conductor)
+        self.queue = CollectiveQueue(self.group, self.ledger)
+        self.stream = BucketQueue(self.queue)
         self.names = Names()
         self.first_backward = True
         self.nest: tuple[State, State] | None = None
@@ -86,7 +86,7 @@ def average_once(codec: Codec, group: dist.ProcessGroup | None, bucket: GradBuck
     tensors = {"": flat}
     exchange = codec.average(tensors, {}, reuse=True)
     request = next(exchange)
-    answering = Conductor(group, Ledger(), share=True).answer(request)
+    answering = CollectiveQueue(group, Ledger(), share=True).answer(request)
     try:
         work = next(answering)
     except StopIteration as alone:
@@ -98,7 +98,7 @@ def average_once(codec: Codec, group: dist.ProcessGroup | None, bucket: GradBuck
             next(answering)
         except StopIteration as stop:
             return _finish(exchange, stop.value, tensors, flat)
-        raise RuntimeError(f"{codec} asks for more than one collective; a conductor must drive it.")
+        raise RuntimeError(f"{codec} asks for more than one collective; a queue must drive it.")
 
     future: Future[Any] = work.get_future()
     return future.then(end)

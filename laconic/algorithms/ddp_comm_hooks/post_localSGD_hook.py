@@ -18,8 +18,8 @@ from torch.futures import Future
 from laconic.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from laconic.algorithms.ddp_comm_hooks.hooking import Engine, Names, group_or_world
 from laconic.codecs import Exact
-from laconic.topology import subgroup_of, workers_on_this_machine
-from laconic.wires.wire import Exchange
+from laconic.comm.groups import subgroup_of, workers_on_this_machine
+from laconic.comm.requests import Exchange
 
 logger = logging.getLogger(__name__)
 

@@ -27,11 +27,11 @@ from torch.futures import Future
 from laconic.algorithms.ddp_comm_hooks.compression import SETTINGS, agree_at_first, compressed, count
 from laconic.algorithms.ddp_comm_hooks.conversion import Conversion
 from laconic.algorithms.ddp_comm_hooks.hooking import Engine, group_or_world
-from laconic.buckets import as_laid_out
 from laconic.codecs import ErrorFeedback, Exact, LowRank
+from laconic.codecs.packing import as_laid_out
+from laconic.comm.requests import Exchange
 from laconic.ledger import Ledger
 from laconic.torch_pickle import PickledState
-from laconic.wires.wire import Exchange
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

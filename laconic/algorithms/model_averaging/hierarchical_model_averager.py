@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from laconic.algorithms.model_averaging import averagers, utils
 from laconic.algorithms.model_averaging.utils import Params
-from laconic.topology import subgroup_of
+from laconic.comm.groups import subgroup_of
 
 logger = logging.getLogger(__name__)
 

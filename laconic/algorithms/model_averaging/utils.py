@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.agreement import agree, parameter_facts
 from laconic.algorithms.ddp_comm_hooks.hooking import group_or_world
-from laconic.averaging import average_in_place
+from laconic.checks.agreement import agree, parameter_facts
+from laconic.comm.averaging import average_in_place
+from laconic.comm.queue import CollectiveQueue
 from laconic.ledger import Ledger
-from laconic.wires.group import Conductor
 
 __all__ = ["average_parameters", "average_parameters_or_parameter_groups", "get_params_to_average"]
 
@@ -78,18 +78,18 @@ class _Meeting:
     """The workers of one group, and what they have agreed to average."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.conductor = Conductor(group, Ledger(), share=True)
+        self.queue = CollectiveQueue(group, Ledger(), share=True)
         self._agreed: dict[str, str] | None = None
 
     def average(self, named: Mapping[str, Tensor]) -> None:
         facts = parameter_facts(named.items())
         changed = torch.tensor([float(facts != self._agreed)])
         # A worker whose parameters changed must not be alone in asking; so all hear of it first, in 4 bytes.
-        average_in_place(self.conductor, {"changed": changed}, "control")
+        average_in_place(self.queue, {"changed": changed}, "control")
         if float(changed) > 0:
-            agree(self.conductor, "what is averaged", facts)
+            agree(self.queue, "what is averaged", facts)
             self._agreed = facts
-        average_in_place(self.conductor, {name: p.detach() for name, p in named.items()})
+        average_in_place(self.queue, {name: p.detach() for name, p in named.items()})
 
 
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Meeting] = weakref.WeakKeyDictionary()

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from laconic.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from laconic.torch_pickle import read_power_sgd_state
 from tests.algorithms.implementations import power
-from tests.cluster.models import batch, mlp
+from tests.session.models import batch, mlp
 from tests.workers import run_workers
 
 SAVED_AT, STEPS = 6, 16

@@ -19,7 +19,7 @@ from laconic.algorithms.ddp_comm_hooks import quantization_hooks as quantization
 from laconic.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
 from laconic.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from tests.algorithms.implementations import averaged, mean_of, module, relative_error
-from tests.cluster.models import assert_equal_bits, batch, mlp, weights
+from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import WorkerError, run_workers
 
 # The largest error, relative to the exact mean: half a unit in the last place of each type, and a little for the sum.

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from laconic.agreement import DisagreementError
 from laconic.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from laconic.checks.agreement import DisagreementError
 from tests.algorithms.implementations import power
-from tests.cluster.models import assert_equal_bits, batch, mlp, weights
+from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import run_workers
 
 SETTINGS: list[dict[str, Any]] = [

@@ -1,0 +1,71 @@
+"""Average tensors in place: the one routine behind weight synchronisation and the model averagers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from laconic.codecs.packing import cut, in_buckets, overlapping, pack, same_memory, side_by_side, unpack
+from laconic.comm.queue import CollectiveQueue
+from laconic.comm.requests import Averaged, Exchange, Mean, all_finite
+
+LARGE_BYTES = 1 << 20
+"""Tensors from this size on are averaged in their own memory; smaller ones are packed, which costs less than latency."""
+
+PIECE_BYTES = 10 << 20
+"""What one collective averages: a piece of a large tensor, or small ones packed. Up to three are in flight, each with
+one copy besides: together less than two of DDP's buckets."""
+
+
+def average_in_place(queue: CollectiveQueue, tensors: Mapping[str, Tensor], phase: str = "weights") -> None:
+    """Replace each tensor by its mean over the workers, and wait for it.
+
+    Tensors keep their storage, strides and dtype. Each dtype is averaged by itself. Equal replicas stay bit-equal.
+    Large tensors are averaged in their own memory: after a failure, some hold their means, some their old values, and
+    those in flight neither. Extra memory is at most two of DDP's buckets.
+    """
+    if queue.workers > 1:
+        queue.run_all(in_pieces({name: t.detach() for name, t in tensors.items()}), phase)
+
+
+def in_pieces(tensors: Mapping[str, Tensor]) -> Iterator[Exchange]:
+    """Divide tensors into exchanges of one collective each, by their shapes and dtypes alone, which all workers share.
+
+    Memory layout decides only how this worker handles a piece: one that is not contiguous, or shares memory with
+    another tensor, is averaged in a copy and written back.
+    """
+    tied = overlapping(tensors)
+    for name, t in tensors.items():
+        if t.nbytes >= LARGE_BYTES:
+            for piece in cut(t, PIECE_BYTES):
+                yield _averaged({name: piece}, in_place=name not in tied)
+    small = {name: t for name, t in tensors.items() if 0 < t.nbytes < LARGE_BYTES}
+    for names in in_buckets(small, PIECE_BYTES):
+        yield _averaged({name: small[name] for name in names}, in_place=False)
+
+
+def _averaged(tensors: dict[str, Tensor], in_place: bool) -> Exchange:
+    """Average tensors of one dtype in one collective, and write the means over them."""
+    flat = side_by_side(tensors.values()) if in_place else None
+    mean = yield Mean(pack(tensors) if flat is None else flat, wide=True)
+    if flat is None or mean.data_ptr() != flat.data_ptr():
+        write(tensors, unpack(mean, like=tensors))
+    return Averaged(tensors, dict, lambda: all_finite(tensors))
+
+
+def write(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy values over tensors of the same names, unless they are there already."""
+    moved = [name for name, t in into.items() if t is not values[name] and not same_memory(t, values[name])]
+    if moved:
+        with torch.no_grad():
+            torch._foreach_copy_([into[name] for name in moved], [values[name] for name in moved])
+
+
+def written(exchange: Exchange, into: Mapping[str, Tensor]) -> Exchange:
+    """Run an exchange, and write its means over `into`."""
+    end = yield from exchange
+    if end.mean is not into:
+        write(into, end.mean)
+    return end

@@ -1,0 +1,87 @@
+"""torch.distributed's collectives as the results of requests.
+
+Means are sums of numbers that were divided before, so that nothing overflows. A `wide` mean leaves equal replicas
+bit-equal: a plain sum does that for 2 and 4 workers in fp32 and fp64; otherwise each worker averages one shard
+by differences (all_to_all), and the shards are gathered (all_gather): the bytes of a ring all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.comm.requests import Gather, Mean, Request
+
+Group = dist.ProcessGroup
+
+
+def launch(request: Request, group: Group | None) -> Generator[Any, None, Tensor]:
+    """Launch the collectives that serve `request`, yield the handle of each, and return the result."""
+    workers = 1 if group is None else group.size()
+    if workers == 1:
+        return request.x if isinstance(request, Mean) else request.x[None]
+    if isinstance(request, Gather):
+        out = request.x.new_empty((workers, *request.x.shape))
+        yield dist.all_gather(list(out.unbind()), request.x.contiguous(), group=group, async_op=True)
+        return out
+    if request.wide and not sums_exactly(request.x.dtype, workers):
+        return (yield from _wide_mean(request.x, workers, group))
+    x = request.x.contiguous()
+    x.div_(workers)
+    yield dist.all_reduce(x, group=group, async_op=True)
+    return x
+
+
+def sums_exactly(dtype: torch.dtype, workers: int) -> bool:
+    """Return whether equal values survive a plain sum in any order: for 2 and 4 terms, but not for 3, 5 or more.
+
+    Subnormal numbers, below 1e-38, may lose their last bit.
+    """
+    return dtype in (torch.float32, torch.float64) and workers in (2, 4)
+
+
+def _wide_mean(x: Tensor, workers: int, group: Group | None) -> Generator[Any, None, Tensor]:
+    flat = x.reshape(-1)
+    share = -(-flat.numel() // workers)  # rounded up
+    padded = flat.new_zeros(workers * share)
+    padded[: flat.numel()] = flat
+    pieces = torch.empty_like(padded)
+    yield dist.all_to_all_single(_as_bytes(pieces), _as_bytes(padded), group=group, async_op=True)
+    mine = mean(pieces.view(workers, share).unbind()).to(x.dtype)
+    rows = list(_as_bytes(padded).view(workers, -1).unbind())
+    yield dist.all_gather(rows, _as_bytes(mine), group=group, async_op=True)
+    return padded[: flat.numel()].view(x.shape)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """View a flat tensor as bytes: backends do not support all dtypes."""
+    return x.view(torch.uint8)
+
+
+def mean(rows: Sequence[Tensor]) -> Tensor:
+    """Average rows by their differences from the first: where all are equal, the mean is exactly that.
+
+    In fp32 or wider, and without rounding where the sum needs none. Integers are rounded to the nearest.
+
+    >>> mean([torch.tensor([0.1]), torch.tensor([0.1]), torch.tensor([0.1])]) == torch.tensor([0.1])
+    tensor([True])
+    """
+    kind = rows[0].dtype
+    if not (kind.is_floating_point or kind.is_complex):
+        first, *others = [row.long() for row in rows]
+        return first + (torch.stack(others).sub_(first).sum(0).double() / len(rows)).round_().long()
+    if kind.itemsize < 4:
+        rows = [row.float() for row in rows]
+    first, *others = rows
+    off = first - others[0]
+    for other in others[1:]:
+        off += first - other
+    result = torch.sub(first, off, alpha=1 / len(rows))  # a difference: a sum would sync -0.0 into 0.0
+    if result.device.type == "cpu" and bool(result.sum().isfinite()):
+        return result
+    # Differences of infinities are NaN, and those of huge numbers may overflow: average these term by term.
+    return torch.where(result.isfinite(), result, torch.stack([row / len(rows) for row in rows]).sum(0))

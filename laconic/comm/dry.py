@@ -1,0 +1,26 @@
+"""The dry wire: nothing is sent, everything is counted.
+
+The codec itself runs, usually on meta tensors, and its requests are written to a ledger. So the planned bytes
+cannot drift from the real ones: there is no second formula.
+"""
+
+from __future__ import annotations
+
+from laconic.comm.requests import Averaged, Exchange, Mean, operation, payload_bytes
+from laconic.ledger import Ledger
+
+
+def dry(exchange: Exchange, ledger: Ledger, workers: int, phase: str = "plan") -> Averaged:
+    """Run `exchange` to its end as if `workers` workers took part, and count what one of them sends."""
+    try:
+        request = next(exchange)
+        for round_ in range(1, 1_000_000):
+            ledger.record(operation(request), payload_bytes(request), workers, phase=phase, round_=round_)
+            if isinstance(request, Mean):
+                request = exchange.send(request.x)
+            else:
+                request = exchange.send(request.x.new_empty((workers, *request.x.shape)))
+    except StopIteration as stop:
+        result: Averaged = stop.value
+        return result
+    raise RuntimeError("a codec asked for a million rounds: it does not end")

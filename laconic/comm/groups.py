@@ -1,0 +1,187 @@
+"""With whom: levels of groups, innermost first.
+
+A plan names a level by how many workers are in one of its groups. Which workers those are is found here: consecutive
+ones of the whole group, or the groups that the user has already, from a DeviceMesh or as process groups.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from laconic.comm.queue import CollectiveQueue
+from laconic.ledger import Ledger
+from laconic.plans.schedules import Level
+
+Given: TypeAlias = DeviceMesh | Sequence[dist.ProcessGroup]
+
+
+class Levels:
+    """The groups that this worker is in, each with its queue; the one of all workers is always there.
+
+    The others are made by `prepare`, when all workers know that they want the same.
+    """
+
+    def __init__(
+        self,
+        plan_levels: Sequence[Level],
+        group: dist.ProcessGroup | None,
+        ledger: Ledger,
+        given: Given | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._given = {} if given is None else _by_size(given)
+        self._whole = group
+        self._ledger = ledger
+        self.check(plan_levels)  # before any group is made: whoever is refused leaves nobody waiting
+        self._timeout_s = timeout_s
+        self.world = CollectiveQueue(group, ledger, timeout_s=timeout_s)
+        self._queues: dict[Level, CollectiveQueue] = {None: self.world, self.world.workers: self.world}
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are in all."""
+        return 1 if self._whole is None else self._whole.size()
+
+    def check(self, wanted: Sequence[Level]) -> None:
+        """Refuse levels that do not fit these workers, or of which the last is not all of them."""
+        for size in (self._size(level) for level in wanted):
+            if self.workers % size:
+                raise ValueError(
+                    f"the plan asks for groups of {size}, and {self.workers} workers cannot be divided so. "
+                    f"Choose a size that divides {self.workers}."
+                )
+            if self._given and size not in (1, self.workers, *self._given):
+                raise ValueError(
+                    f"the plan asks for groups of {size}, and levels= has groups of "
+                    f"{', '.join(map(str, self._given))}. Make the two agree."
+                )
+        if wanted and self._size(wanted[-1]) != self.workers:
+            raise ValueError(
+                f"the plan's last groups have {self._size(wanted[-1])} workers, and there are {self.workers}. The last "
+                f"level must be all of them: write {self.workers} there, or start {self._size(wanted[-1])} workers."
+            )
+
+    def prepare(self, wanted: Sequence[Level]) -> None:
+        """Make the groups of these levels, on all workers together, unless they are there."""
+        self.check(wanted)
+        for level in wanted:
+            size = self._size(level)
+            if size not in self._queues:
+                name = f"groups of {size}"
+                self._queues[size] = CollectiveQueue(
+                    self._group(size), self._ledger, level=name, timeout_s=self._timeout_s
+                )
+            self._queues[level] = self._queues[size]
+
+    def __getitem__(self, level: Level) -> CollectiveQueue:
+        """Find the queue of a level that was prepared."""
+        return self._queues[level]
+
+    def named(self) -> list[Level]:
+        """List the levels that plans have named so far."""
+        return [level for level in self._queues if level is not None]
+
+    def close(self) -> None:
+        """End all queues."""
+        for queue in dict.fromkeys(self._queues.values()):
+            queue.close()
+
+    def abandon(self) -> None:
+        """Leave all queues behind, with what is under way."""
+        for queue in dict.fromkeys(self._queues.values()):
+            queue.abandon()
+
+    def raise_if_broken(self) -> None:
+        """Raise what broke a group in a backward pass, which cannot raise it itself: DDP's C++ would not pass it on."""
+        for queue in self._queues.values():
+            if queue.broken is not None:
+                raise queue.broken
+
+    def _size(self, level: Level) -> int:
+        if level is None:
+            return self.workers
+        return workers_on_this_machine(self.workers) if level == "machine" else level
+
+    def _group(self, size: int) -> dist.ProcessGroup | None:
+        if self._whole is None or size == 1:
+            return None
+        return self._given[size] if self._given else subgroup_of(self._whole, size)
+
+
+def subgroup_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """Make the subgroup of `size` consecutive workers of `group` that this worker is in.
+
+    Where `group` is the whole world, every worker makes every subgroup, as torch does. Otherwise only its members make
+    a subgroup, so that other groups in the same world need not make theirs at the same time.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if size < 1 or len(ranks) % size:
+        raise ValueError(
+            f"{len(ranks)} workers cannot be divided into groups of {size}. Choose a size that divides {len(ranks)}."
+        )
+    backend = dist.get_backend(group)
+    whole = len(ranks) == dist.get_world_size()
+    made = None
+    for first in range(0, len(ranks), size):
+        members = ranks[first : first + size]
+        if dist.get_rank() in members:
+            made = dist.new_group(members, backend=backend, use_local_synchronization=not whole)
+        elif whole:
+            dist.new_group(members, backend=backend)
+    if not isinstance(made, dist.ProcessGroup):
+        raise RuntimeError("torch.distributed.new_group() did not make this worker a member of its own group.")
+    return made
+
+
+def workers_on_this_machine(most: int) -> int:
+    """Tell how many workers share a machine: what the launcher says, else the GPUs here, else all, `most`."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if said.isdigit() and int(said) > 0:
+        return min(int(said), most)
+    return min(torch.accelerator.device_count() or most, most)
+
+
+def whole_of(given: Given) -> dist.ProcessGroup:
+    """Find the group of all workers that a mesh or nested groups cover."""
+    return list(_by_size(given).values())[-1]
+
+
+def _by_size(given: Given) -> dict[int, dist.ProcessGroup]:
+    groups = _mesh_groups(given) if isinstance(given, DeviceMesh) else list(given)
+    if not groups or not all(isinstance(group, dist.ProcessGroup) for group in groups):
+        raise TypeError(
+            f"levels={given!r}: give a DeviceMesh, or this worker's process groups in a list, innermost first."
+        )
+    members = [set(dist.get_process_group_ranks(group)) for group in groups]
+    for inner, outer in pairwise(members):
+        if not inner < outer:
+            raise ValueError(
+                f"levels: the group of workers {sorted(inner)} is not a part of the next, {sorted(outer)}. Give this "
+                "worker's groups innermost first, each inside the next."
+            )
+    return {group.size(): group for group in groups}
+
+
+def _mesh_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Take the last dimension of a mesh as the innermost level, then the last two together, and so on."""
+    names = mesh.mesh_dim_names
+    if mesh.ndim == 1:
+        return [mesh.get_group()]
+    if names is None:
+        raise ValueError(
+            "levels: this DeviceMesh has no names for its dimensions, and groups are found by them. Make it with "
+            "mesh_dim_names=(...), the innermost (fastest) dimension last."
+        )
+    groups = [mesh[names[-1]].get_group()]
+    for first in range(mesh.ndim - 2, 0, -1):
+        groups.append(mesh[names[first:]]._flatten().get_group())
+    everyone = mesh.size() == dist.get_world_size() and dist.group.WORLD is not None
+    groups.append(dist.group.WORLD if everyone else mesh._flatten().get_group())  # type: ignore[arg-type]
+    return groups

@@ -1,0 +1,321 @@
+"""One ordered queue of collectives for each process group.
+
+Collectives of a group must start in the same order on every worker, but backward passes and threads have no common
+clock. One thread launches all of them, by a rule that depends only on the order in which exchanges were submitted:
+
+    a new exchange launches its first collective; then each older one, oldest first, waits for its result and launches
+    its next.
+
+For three buckets of two collectives each:  1a 2a 1b 3a 2b | flush: 3b.
+
+The queue has a process group of its own, so that no other collective (DDP's bitmap of unused parameters, the user's
+own) can come between. NCCL orders by stream and its waits do not block the host: there, exchanges run in the caller's
+thread, on the caller's group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from laconic.comm.collectives import Group, launch
+from laconic.comm.requests import Averaged, Exchange, Request, operation, payload_bytes
+from laconic.comm.timeout import CollectiveTimeout
+from laconic.ledger import Ledger
+from laconic.torch_private.distributed import ordered_by_stream, second_group
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Exchanges that were submitted together: the futures get their values when the last of them has ended."""
+
+    values: list[Tensor]
+    futures: list[Future[Tensor]]
+    running: int
+    quiet: bool = False
+
+    def one_ended(self) -> None:
+        self.running -= 1
+        if self.running == 0:
+            for future, value in zip(self.futures, self.values, strict=True):
+                if not future.done():
+                    future.set_result(value)
+
+    def fail(self, error: BaseException) -> None:
+        if self.quiet:
+            self.running = 1
+            self.one_ended()
+        for future in self.futures:
+            if not future.done():
+                # torch's Future accepts any exception, whatever its annotation says.
+                future.set_exception(error)  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
+class _Running:
+    """An exchange, the request that is being served, and the collective in flight for it."""
+
+    exchange: Exchange
+    batch: _Batch
+    phase: str
+    step: int
+    ended: bool = False
+    result: Averaged | None = None
+    round: int = 0
+    request: Request | None = None
+    collectives: Generator[Any, None, Tensor] | None = None
+    work: Any = None
+    launched_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Flush:
+    """Queued after the last exchange of a batch: run all of them to their end."""
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """Ends the thread."""
+
+
+class CollectiveQueue:
+    """Runs the exchanges of one group, and fixes the order of its collectives.
+
+    `group=None` is a world of one: every request is served by its own tensor. With `share` it runs on `group` itself,
+    for callers that wait for each batch and start no other collective meanwhile. `device` is where the tensors are
+    that it averages: a group may have one backend for the CPU and another for CUDA.
+    """
+
+    def __init__(
+        self,
+        group: Group | None,
+        ledger: Ledger,
+        level: str = "world",
+        share: bool = False,
+        timeout_s: float | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.ledger = ledger
+        self.level = level
+        self.group = group
+        self.workers = 1 if group is None else group.size()
+        by_stream = group is not None and ordered_by_stream(group, device)
+        self.device = torch.device("cuda" if by_stream else "cpu")
+        """Where small tensors of our own must be: headers, digests."""
+        self._inline = self.workers == 1 or by_stream
+        self.timeout: CollectiveTimeout | None = None
+        if group is not None and not self._inline and not share:
+            self.group = second_group(group)
+            self.timeout = CollectiveTimeout(self.group, timeout_s)
+        self.broken: BaseException | None = None
+        """The error that ended a collective. The order is lost then: nothing more can run."""
+        self._items: queue.SimpleQueue[_Running | _Flush | _Stop] = queue.SimpleQueue()
+        self._active: list[_Running] = []
+        self._thread: threading.Thread | None = None
+        self._stop: Callable[[], object] | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def submit(self, exchange: Exchange, phase: str, value: Tensor) -> Future[Tensor]:
+        """Queue an exchange; when it ends, the future's value is `value`.
+
+        All workers must submit the same exchanges in the same order, and `flush` after the last of a batch.
+        """
+        future = new_future(value)
+        self.submit_all([exchange], phase, [value], [future])
+        return future
+
+    def submit_all(
+        self,
+        exchanges: Sequence[Exchange],
+        phase: str,
+        values: Sequence[Tensor],
+        futures: Sequence[Future[Tensor]],
+        quiet: bool = False,
+    ) -> list[_Running]:
+        """Queue exchanges; when all have ended, the futures get `values`.
+
+        With `quiet` they do so after an error, too: the caller looks at `broken` before it uses the values.
+        """
+        batch = _Batch(list(values), list(futures), len(exchanges), quiet)
+        started = [_Running(exchange, batch, phase, self.ledger.step) for exchange in exchanges]
+        for running in started:
+            if self._inline:
+                self._run_inline(running)
+            else:
+                if self._thread is None:
+                    self._start_thread()
+                self._items.put(running)
+        return started
+
+    def flush(self) -> None:
+        """Run all submitted exchanges to their end, without waiting for it."""
+        if not self._inline:
+            self._items.put(_Flush())
+
+    def run(self, exchange: Exchange, phase: str) -> Averaged:
+        """Run one exchange to its end, and wait for it."""
+        nothing = torch.empty(0)
+        future = new_future(nothing)
+        (running,) = self.submit_all([exchange], phase, [nothing], [future])
+        self.flush()
+        future.wait()
+        assert running.result is not None
+        return running.result
+
+    def run_all(self, exchanges: Sequence[Exchange] | Iterator[Exchange], phase: str) -> None:
+        """Run exchanges together, and wait for all of them."""
+        nothing = torch.empty(0)
+        futures = [self.submit(exchange, phase, nothing) for exchange in exchanges]
+        self.flush()
+        for future in futures:
+            future.wait()
+
+    def close(self) -> None:
+        """End the thread. torch's `destroy_process_group` destroys the group itself."""
+        if self._stop is not None:
+            self._stop()
+        self._stop = self._thread = None
+
+    def abandon(self) -> None:
+        """Leave the collectives in flight behind, for peers that cannot answer any more."""
+        if self.timeout is not None:
+            self.timeout.cancel()
+        self.close()
+
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), self._items), daemon=True)
+        self._thread.name = f"laconic-collectives-{self.level}"
+        self._thread.start()
+        # Also at the interpreter's exit, for loops that never detach: a thread that outlives it aborts the process.
+        self._stop = weakref.finalize(self, _end_thread, self._items, self._thread)
+
+    def _run_inline(self, running: _Running) -> None:
+        value = running.batch.values[0]
+        with torch.no_grad(), self._own_stream(value.device) if value.is_cuda else contextlib.nullcontext():
+            while not running.ended:
+                self._advance(running)
+
+    @contextlib.contextmanager
+    def _own_stream(self, device: torch.device) -> Iterator[None]:
+        """Work on a CUDA stream of the queue, so that backward goes on meanwhile; futures carry its events."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _serve_item(self, item: _Running | _Flush) -> None:
+        if isinstance(item, _Flush):
+            while self._active:
+                self._advance_all(self._active)
+        elif self.broken is not None:
+            item.batch.fail(self.broken)
+        else:
+            older, self._active = self._active, [*self._active, item]
+            self._advance_all([item, *older])
+
+    def _advance_all(self, some: Sequence[_Running]) -> None:
+        for running in list(some):
+            self._advance(running)
+        self._active = [running for running in self._active if not running.ended]
+
+    def _advance(self, running: _Running) -> None:
+        """Wait for the collective in flight, pass its result on, and launch the next."""
+        if running.ended:
+            return
+        try:
+            if running.work is not None:
+                self._wait(running)
+            self._launch_next(running)
+        except Exception as error:  # an error breaks the order of the group's collectives, so it ends all exchanges
+            self.broken = error
+            for each in [running, *self._active]:
+                each.ended = True
+                each.batch.fail(error)
+
+    def _launch_next(self, running: _Running) -> None:
+        while True:
+            result = None
+            if running.collectives is not None:
+                try:
+                    running.work = next(running.collectives)
+                    return
+                except StopIteration as stop:
+                    result = stop.value
+                if running.work is not None:
+                    self._record(running)
+            try:
+                # The first send starts the generator: it must be None, whatever the annotation says.
+                running.request = running.exchange.send(result)  # type: ignore[arg-type]
+            except StopIteration as stop:
+                running.result, running.ended = stop.value, True
+                running.batch.one_ended()
+                return
+            running.round += 1
+            running.launched_s = time.perf_counter()
+            running.work, running.collectives = None, launch(running.request, self.group)
+
+    def _wait(self, running: _Running) -> None:
+        if self.timeout is None:
+            running.work.wait()
+        else:
+            what = f"step {running.step}, {running.phase} among {self.workers} workers ({self.level})"
+            self.timeout.wait(running.work, what)
+
+    def _record(self, running: _Running) -> None:
+        assert running.request is not None
+        self.ledger.record(
+            operation(running.request),
+            payload_bytes(running.request),
+            self.workers,
+            phase=running.phase,
+            level=self.level,
+            round_=running.round,
+            step=running.step,
+            seconds=time.perf_counter() - running.launched_s,
+        )
+
+
+def _end_thread(items: queue.SimpleQueue[_Running | _Flush | _Stop], thread: threading.Thread) -> None:
+    items.put(_Stop())
+    if thread is not threading.current_thread():
+        thread.join(timeout=10)
+
+
+def _serve(collectives: weakref.ref[CollectiveQueue], items: queue.SimpleQueue[_Running | _Flush | _Stop]) -> None:
+    """The thread. It holds no reference while it waits, so that an unused queue can be collected."""
+    with torch.no_grad():
+        while True:
+            try:
+                item = items.get(timeout=5)
+            except queue.Empty:
+                if collectives() is None:
+                    return
+                continue
+            serving = collectives()
+            if isinstance(item, _Stop) or serving is None:
+                return
+            serving._serve_item(item)
+            del serving, item
+
+
+def new_future(value: Tensor) -> Future[Tensor]:
+    """Make a future that can hold `value`, and on CUDA its events."""
+    return Future(devices=[value.device]) if value.is_cuda else Future()
+
+
+def resolved(value: Tensor) -> Future[Tensor]:
+    """Make a future that has its value already."""
+    future = new_future(value)
+    future.set_result(value)
+    return future

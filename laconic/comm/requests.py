@@ -1,0 +1,109 @@
+"""What a codec may request from the network.
+
+A codec does no I/O. It is a generator that yields a request, is sent the result, and ends with `Averaged`. The same
+codec runs on a process group (`queue.py`), for K workers in one process (`lockstep.py`), and dry (`dry.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+"""Tensors by the name of their parameter, never by position, bucket or address."""
+
+State: TypeAlias = dict[str, Any]
+"""What a codec keeps between exchanges: a tree of dicts, tensors and plain numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mean:
+    """The mean of `x` over all workers, in `x`'s shape and dtype.
+
+    The result may reuse the memory of `x`. With `wide`, workers that hold equal values get exactly these values back,
+    whatever the number of workers and the dtype.
+    """
+
+    x: Tensor
+    wide: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Gather:
+    """Every worker's `x`, stacked in the order of the workers: [workers, *x.shape]."""
+
+    x: Tensor
+
+
+Request: TypeAlias = Mean | Gather
+
+
+@dataclass(frozen=True, eq=False)
+class Averaged:
+    """The result of an exchange.
+
+    `mean` is the same on every worker, bit for bit. `own()` is what this worker's own messages amount to; over all
+    workers, the own parts average to the mean. `finite()` is a 0-d bool tensor: whether the mean is free of NaN and
+    Inf, and so the same on every worker. `own` and `finite` cost a pass over memory and are computed on request.
+    """
+
+    mean: dict[str, Tensor]
+    own: Callable[[], dict[str, Tensor]]
+    finite: Callable[[], Tensor]
+
+
+Exchange: TypeAlias = Generator[Request, Tensor, Averaged]
+
+
+def gather(x: Tensor) -> Exchange:
+    """Gather `x` from every worker, as an exchange: the rows are `mean[""]`, on the CPU."""
+    rows = yield Gather(x)
+    return Averaged({"": rows.cpu()}, dict, true)
+
+
+def true() -> Tensor:
+    """Return a 0-d tensor that is True: the `finite` of a result that cannot be otherwise."""
+    return torch.tensor(True)
+
+
+def describe(request: Request) -> str:
+    """Format a request for error messages.
+
+    >>> describe(Mean(torch.zeros(12, 8)))
+    'Mean[12, 8]'
+    """
+    return f"{type(request).__name__}{list(request.x.shape)}"
+
+
+def operation(request: Request) -> str:
+    """Return the collective that serves `request`, as the ledger names it."""
+    return "all_gather" if isinstance(request, Gather) else "all_reduce"
+
+
+def payload_bytes(request: Request) -> int:
+    """Count the bytes that one worker passes to the collective."""
+    return request.x.numel() * request.x.element_size()
+
+
+def all_finite(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return, in one pass, a 0-d bool tensor: whether no tensor holds NaN or Inf.
+
+    A sum is non-finite as soon as one of its terms is, and costs a twentieth of `isfinite(x).all()` on a CPU.
+    """
+    sums = [total(t) for t in tensors.values()]
+    if not sums:
+        return true()
+    # On a GPU the number of kernel launches decides the cost.
+    ok = sums[0].isfinite() if len(sums) == 1 else torch.stack([s.to(sums[0].dtype) for s in sums]).isfinite().all()
+    if ok.device.type == "cpu" and not bool(ok):  # a sum may overflow though all terms are finite
+        return torch.stack([t.isfinite().all() for t in tensors.values()]).all()
+    return ok
+
+
+def total(x: Tensor) -> Tensor:
+    """Sum `x` in fp32 or wider: half precision would overflow."""
+    return x.sum(dtype=torch.float32 if x.element_size() < 4 else None)

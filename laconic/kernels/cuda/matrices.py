@@ -1,0 +1,222 @@
+"""The matrices of one bucket on CUDA: tables, flat factors, messages, and the launches over them.
+
+All of it is made once. A step then only launches: addresses of gradients and residuals are in a table on the device, so
+even where they change the launches stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from laconic.comm.requests import Tensors
+from laconic.kernels.cuda import launches
+from laconic.kernels.cuda import triton_low_rank as kernels
+from laconic.kernels.cuda.collect import Collection
+from laconic.kernels.cuda.launches import Launch
+from laconic.kernels.cuda.orthonormal import Orthonormal
+
+if TYPE_CHECKING:
+    from laconic.codecs.low_rank import LowRank
+
+_GRADIENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_STRETCH = 1024
+_CHECKED = 4096
+
+
+class Group:
+    """Matrices that share one message, and what travels with them as it is."""
+
+    def __init__(self, codec: LowRank, matrices: Tensors, rest: Tensors) -> None:
+        some = next(iter(matrices.values()))
+        self.codec, self.device, self.dtype = codec, some.device, some.dtype
+        self.names, self.rest_names = list(matrices), list(rest)
+        self.shapes = [(t.shape[0], t.shape[1:].numel()) for t in matrices.values()]
+        rows, columns = zip(*self.shapes, strict=True)
+        rank, alternating = codec.rank, codec.rounds == "alternating"
+        self.chunk = kernels.CHUNK_ROWS
+        parts = [-(-m // self.chunk) * n for m, n in self.shapes]
+        p_at, q_at, part_at = _places(rows, rows), _places(columns, columns), _places(parts, columns)
+        self.matrices = self._table(list(zip(rows, columns, p_at, q_at, part_at, strict=True)), torch.int32)
+        self.p = torch.zeros(rank * sum(rows), device=self.device)
+        self.q = torch.zeros(rank * sum(columns), device=self.device)
+        self.p_views = [self.p[rank * at :][: rank * m].view(rank, m).t() for m, at in zip(rows, p_at, strict=True)]
+        self.q_views = [self.q[rank * at :][: rank * n].view(rank, n).t() for n, at in zip(columns, q_at, strict=True)]
+        self.collection = Collection(rest) if rest else None
+        tail = 0 if self.collection is None else self.collection.numel
+        longest = max(self.p.numel(), self.q.numel())
+        # One message is under way at a time, of P or of Q.
+        message = torch.empty(longest + tail, device=self.device)
+        self.p_message = message[: self.p.numel() + tail]
+        self.q_message = message[: self.q.numel() + (tail if alternating else 0)]
+        own = torch.empty(longest if alternating else self.q.numel(), device=self.device)
+        self.own_p = own[: self.p.numel()] if alternating else self.p_message
+        self.own_q = own[: self.q.numel()]
+        self.good = torch.ones((), dtype=torch.int32, device=self.device)
+        self.always = torch.ones((), dtype=torch.int32, device=self.device)
+        # Added up before anything is made orthonormal, which takes the same room.
+        self.parts = torch.empty(max(rank * sum(parts), longest), device=self.device)
+        self.orthonormal_p = Orthonormal(rows, p_at, rank, self.parts[:longest])
+        self.orthonormal_q = Orthonormal(columns, q_at, rank, self.parts[:longest])
+        self.g_at = torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
+        self.e_at = torch.zeros_like(self.g_at)
+        self._known: list[int] = []
+        self._aligned: list[bool] = []
+        self._sequences: dict[str, launches.Sequence] = {}
+
+    def aim(self, matrices: Tensors, residual: Mapping[str, Tensor], rest: Tensors) -> None:
+        """Note where gradients and residuals lie, if that has changed."""
+        g = [t.data_ptr() for t in matrices.values()]
+        e = [residual[name].data_ptr() for name in self.names]
+        if self.collection is not None:
+            self.collection.aim(rest.values())
+        if g + e == self._known:
+            return
+        self._known = g + e
+        self.g_at.copy_(self._table(g, torch.int64))
+        self.e_at.copy_(self._table(e, torch.int64))
+        step = 16 // self.dtype.itemsize
+        aligned = [
+            not (n % step or a % 16 or b % 16) for (_, n), a, b in zip(self.shapes, g, e, strict=True)
+        ]  # rows begin at multiples of 16 bytes
+        if aligned != self._aligned:
+            self._aligned, self._sequences = aligned, {}
+
+    def run(self, phase: str) -> None:
+        """Launch a phase: "first p" or "first q", before a message; "between" two; "last p" or "last q", after."""
+        sequence = self._sequences.get(phase)
+        if sequence is None:
+            make = {
+                "first p": self._first_p, "first q": self._first_q, "between": self._between,
+                "last p": self._last_p, "last q": self._last_q,
+            }[phase]  # fmt: skip
+            sequence = self._sequences[phase] = launches.Sequence(make())
+        sequence()
+
+    def _first_p(self) -> list[Launch]:
+        return [*self._gather(self.p_message), *self._project()]
+
+    def _first_q(self) -> list[Launch]:
+        return [*self._gather(self.q_message), *self._reflect(first=True)]
+
+    def _between(self) -> list[Launch]:
+        heard = [self._check(self.p_message), *self._scatter(self.p_message)]
+        return [*heard, *self.orthonormal_p(self.p_message, self.p, self.good), *self._reflect(first=False)]
+
+    def _last_p(self) -> list[Launch]:
+        heard = [self._check(self.p_message), *self._scatter(self.p_message)]
+        delivered = self._deliver(self.p_message, self.q, self.own_p, left=True)
+        return [*heard, *delivered, *self.orthonormal_p(self.p_message, self.p, self.good)]
+
+    def _last_q(self) -> list[Launch]:
+        heard = [self._check(self.q_message), *(self._scatter(self.q_message) if self._fresh else [])]
+        delivered = self._deliver(self.p, self.q_message, self.own_q, left=False)
+        return [*heard, *delivered, *self.orthonormal_q(self.q_message, self.q, self.good)]
+
+    @property
+    def _fresh(self) -> bool:
+        """Whether there is one round a step, not two."""
+        return self.codec.rounds == "alternating"
+
+    @property
+    def _kept(self) -> bool:
+        """Whether M lies in the place of G from the first of two rounds on: that spares two passes over E."""
+        return not self._fresh and self.dtype == torch.float32
+
+    def _gather(self, message: Tensor) -> list[Launch]:
+        if self.collection is None:
+            return []
+        return [self.collection.moving(message[message.numel() - self.collection.numel :], gather=True)]
+
+    def _scatter(self, message: Tensor) -> list[Launch]:
+        if self.collection is None:
+            return []
+        tail = message[message.numel() - self.collection.numel :]
+        return [self.collection.moving(tail, gather=False, good=self.good)]
+
+    def _check(self, message: Tensor) -> Launch:
+        arguments = {"x": message, "count": message.numel(), "good": self.good, "SIZE": _CHECKED}
+        return Launch(kernels.check, -(-message.numel() // _CHECKED), arguments, {})
+
+    def _project(self) -> list[Launch]:
+        """P = (G + E) Q."""
+        blocks = kernels.blocks(kernels.PROJECT_AND_KEEP if self._kept else kernels.PROJECT, self.codec.rank)
+        arguments = {
+            "q": self.q, "p": self.p_message, "own": self.own_p, "good": self.good, "KEEP": self._kept,
+        }  # fmt: skip
+        return self._over_tiles(kernels.project, blocks, (blocks.rows, None), arguments)
+
+    def _reflect(self, first: bool) -> list[Launch]:
+        """Q = (G + E)ᵀ P."""
+        blocks = kernels.blocks(kernels.REFLECT, self.codec.rank)
+        arguments = {
+            "p": self.p, "parts": self.parts, "good": self.good, "CHUNK": self.chunk, "ADD": not self._kept,
+            "FIRST": first,
+        }  # fmt: skip
+        # Backwards: what was used last is still in the cache.
+        tiles = self._over_tiles(kernels.reflect, blocks, (self.chunk, blocks.columns), arguments, backwards=True)
+        thin = [(n * self.codec.rank, 1) for _, n in self.shapes]
+        stretches = self._tiles(range(len(thin)), _STRETCH, None, thin)
+        sums = {
+            "tiles": stretches, "count": stretches.shape[1], "matrices": self.matrices, "parts": self.parts,
+            "q": self.q_message, "own": self.own_q, "RANK": self.codec.rank, "SIZE": _STRETCH, "CHUNK": self.chunk,
+        }  # fmt: skip
+        return [*tiles, Launch(kernels.add_parts, stretches.shape[1], sums, {})]
+
+    def _deliver(self, u: Tensor, v: Tensor, own: Tensor, left: bool) -> list[Launch]:
+        """G = U Vᵀ, E = G + E − U' V'ᵀ."""
+        blocks = kernels.blocks(kernels.DELIVER_KEPT if self._kept else kernels.DELIVER, self.codec.rank)
+        arguments = {
+            "u": u, "v": v, "own": own, "good": self.good, "ADD": not self._kept, "LEFT": left, "DOT": blocks.dot,
+            "ALONE": blocks.alone,
+        }  # fmt: skip
+        cut = (blocks.rows, blocks.columns if blocks.alone else None)
+        return self._over_tiles(kernels.deliver, blocks, cut, arguments, backwards=left)
+
+    def _over_tiles(
+        self, kernel: Any, blocks: kernels.Blocks, cut: tuple[int, int | None], arguments: dict[str, Any],
+        backwards: bool = False,
+    ) -> list[Launch]:  # fmt: skip
+        """One launch over all aligned matrices, and one over the others if there are any."""
+        found = []
+        for aligned in (True, False):
+            members = [i for i, each in enumerate(self._aligned) if each == aligned]
+            tiles = self._tiles(members, *cut, self.shapes, backwards)
+            common = {
+                "tiles": tiles, "count": tiles.shape[1], "matrices": self.matrices, "g_at": self.g_at,
+                "e_at": self.e_at, "GRADIENT": _GRADIENTS[self.dtype], "ALIGNED": aligned,
+                "RANK": self.codec.rank, "WIDE": max(16, 1 << (self.codec.rank - 1).bit_length()),
+                "ROWS": blocks.rows, "COLUMNS": blocks.columns,
+            }  # fmt: skip
+            options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+            found.append(Launch(kernel, tiles.shape[1], common | arguments, options))
+        return found
+
+    def _tiles(
+        self, members: Sequence[int], rows: int, columns: int | None, shapes: Sequence[tuple[int, int]],
+        backwards: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Cut matrices into tiles of `rows` and `columns`, or whole rows: matrix, first row, first column of each."""
+        places = [
+            (i, y, x)
+            for i in members
+            for y in range(0, shapes[i][0], rows)
+            for x in range(0, shapes[i][1], columns or shapes[i][1])
+        ]
+        return self._table(places[::-1] if backwards else places, torch.int32).view(-1, 3).t().contiguous()
+
+    def _table(self, values: Any, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(self.device)
+
+
+def _places(sizes: Sequence[int], widths: Sequence[int]) -> list[int]:
+    """Where each of these begins, one behind the other: multiples of 4 first, so that all of them begin at such."""
+    places, at = [0] * len(sizes), 0
+    for i in sorted(range(len(sizes)), key=lambda i: widths[i] % 4 > 0):
+        places[i] = at
+        at += sizes[i]
+    return places

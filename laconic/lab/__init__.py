@@ -1,5 +1,0 @@
-"""What `laconic train` and `laconic compare` run: small models, embedded data, workers on one machine.
-
-The lab is a training program like any user's own. It knows of laconic only what the README shows: one call
-of `laconic.attach`, and the ledger that it returns.
-"""

@@ -1,0 +1,231 @@
+"""Named methods: functions that return plans, and the text form of plans.
+
+`ddp()`, `power_sgd(rank=4)`, `post_local_sgd(period=16)`, `diloco(period=100)` and so on. `plan(text)` parses what a
+plan prints as.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from inspect import signature
+from typing import Literal, TypeAlias
+
+from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.plans.outer import Adopt, Nesterov, Optim
+from laconic.plans.parse import PlanError, parse
+from laconic.plans.plan import Buffers, OptimizerState, Plan
+from laconic.plans.schedules import Every, Nested, PostLocal, Quadratic, Schedule, Streaming
+from laconic.plans.topology import Groups, Topology, World
+from laconic.values import call
+
+
+def ddp() -> Plan:
+    """Average gradients exactly at every step, as DDP does."""
+    return Plan()
+
+
+def power_sgd(
+    rank: int = 4,
+    start: int = 1,
+    min_compression: float = 2,
+    rounds: Literal["two", "alternating"] = "alternating",
+    feedback: bool = True,
+    warm_start: bool = True,
+    seed: int = 0,
+) -> Plan:
+    """Average gradients at every step, each matrix as two thin factors (PowerSGD, arXiv:1905.13727).
+
+    From step `start` on; before it, exactly.
+
+    >>> power_sgd(rank=1, rounds="two").codec
+    ByShape(codec=ErrorFeedback(codec=LowRank(rank=1)))
+    """
+    if not isinstance(feedback, bool):
+        raise ValueError(f"power_sgd(feedback={feedback!r}): feedback must be True or False.")
+    codec: Codec = LowRank(rank, min_compression, rounds, warm_start, seed)
+    return Plan(Every(1, start), ByShape(ErrorFeedback(codec) if feedback else codec))
+
+
+Group: TypeAlias = int | Literal["machine"] | None
+
+
+def post_local_sgd(
+    start: int = 1,
+    period: int = 16,
+    group: Group = None,
+    buffers: Buffers = "average",
+    optimizer_state: OptimizerState = "keep",
+) -> Plan:
+    """Average gradients at every step before `start`, then weights every `period` steps (arXiv:1808.07217).
+
+    With `group`, that many workers, or those of one "machine", go on averaging gradients among themselves.
+    """
+    return Plan(PostLocal(start, period), Exact(), Adopt(), _topology(group), buffers, optimizer_state)
+
+
+def hierarchical_sgd(
+    groups: Mapping[int, int],
+    start: int = 1,
+    buffers: Buffers = "average",
+    optimizer_state: OptimizerState = "keep",
+) -> Plan:
+    """Average weights in groups of growing size with growing periods (arXiv:2010.12998).
+
+    >>> hierarchical_sgd({4: 8, 16: 32})
+    hierarchical_sgd(groups={4: 8, 16: 32})
+    """
+    return Plan(Nested(groups, start), buffers=buffers, optimizer_state=optimizer_state)
+
+
+def diloco(
+    period: int = 100,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    codec: Codec | None = None,
+    start: int = 1,
+    group: Group = None,
+    buffers: Buffers = "average",
+    optimizer_state: OptimizerState = "keep",
+) -> Plan:
+    """Average deltas every `period` steps and follow them with Nesterov momentum (DiLoCo, arXiv:2311.08105)."""
+    codec = Exact() if codec is None else codec
+    return Plan(PostLocal(start, period), codec, Nesterov(lr, momentum), _topology(group), buffers, optimizer_state)
+
+
+def streaming_diloco(
+    period: int = 100,
+    fragments: int = 4,
+    delay: int = 1,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    codec: Codec | None = None,
+    mix: float = 0.5,
+    start: int = 1,
+    group: Group = None,
+    buffers: Buffers = "average",
+    optimizer_state: OptimizerState = "keep",
+) -> Plan:
+    """Do the same in fragments that talk at different steps, while training goes on (arXiv:2501.18512)."""
+    schedule = Streaming(period, fragments, delay, mix, start)
+    codec = Exact() if codec is None else codec
+    return Plan(schedule, codec, Nesterov(lr, momentum), _topology(group), buffers, optimizer_state)
+
+
+def qsr(
+    growth: float,
+    floor: int = 4,
+    start: int = 1,
+    group: Group = None,
+    buffers: Buffers = "average",
+    optimizer_state: OptimizerState = "keep",
+) -> Plan:
+    """Average weights ever more seldom as the learning rate falls: (growth / lr)² steps apart (arXiv:2310.14423)."""
+    return Plan(Quadratic(growth, floor, start), Exact(), Adopt(), _topology(group), buffers, optimizer_state)
+
+
+def _topology(group: Group) -> Topology:
+    return World() if group is None else Groups(group)
+
+
+def _no_arguments(plan: Plan) -> dict[str, object]:
+    return {}
+
+
+def _power_sgd_arguments(plan: Plan) -> dict[str, object] | None:
+    if not isinstance(plan.codec, ByShape):
+        return None
+    inner = plan.codec.codec
+    feedback = isinstance(inner, ErrorFeedback)
+    if isinstance(inner, ErrorFeedback):
+        inner = inner.codec
+    if not isinstance(inner, LowRank):
+        return None
+    given = {f.name: getattr(inner, f.name) for f in fields(inner)}
+    return given | {"start": plan.schedule.start, "feedback": feedback}
+
+
+def _local_arguments(kind: type[Schedule], outer: bool) -> Callable[[Plan], dict[str, object] | None]:
+    """Read the arguments of a method whose schedule is of this kind, with or without an outer step."""
+
+    def arguments(plan: Plan) -> dict[str, object] | None:
+        if type(plan.schedule) is not kind:
+            return None
+        given: dict[str, object] = {f.name: getattr(plan.schedule, f.name) for f in fields(plan.schedule)}  # type: ignore[arg-type]
+        if outer:
+            if not isinstance(plan.outer, Nesterov):
+                return None
+            given |= {"lr": plan.outer.lr, "momentum": plan.outer.momentum, "codec": plan.codec}
+        if kind is not Nested:
+            given["group"] = plan.topology.inner
+        return given | {"buffers": plan.buffers, "optimizer_state": plan.optimizer_state}
+
+    return arguments
+
+
+_METHODS: dict[str, tuple[Callable[..., Plan], Callable[[Plan], dict[str, object] | None]]] = {
+    "ddp": (ddp, _no_arguments),
+    "power_sgd": (power_sgd, _power_sgd_arguments),
+    "post_local_sgd": (post_local_sgd, _local_arguments(PostLocal, outer=False)),
+    "hierarchical_sgd": (hierarchical_sgd, _local_arguments(Nested, outer=False)),
+    "diloco": (diloco, _local_arguments(PostLocal, outer=True)),
+    "streaming_diloco": (streaming_diloco, _local_arguments(Streaming, outer=True)),
+    "qsr": (qsr, _local_arguments(Quadratic, outer=False)),
+}
+"""The named methods, each with the arguments that would make a given plan, if any could."""
+
+
+_VOCABULARY: dict[str, Callable[..., object]] = {
+    **{name: method for name, (method, _) in _METHODS.items()},
+    **{kind.__name__: kind for kind in (Plan, Every, PostLocal, Nested, Quadratic, Streaming)},
+    **{kind.__name__: kind for kind in (Adopt, Nesterov, Optim, World, Groups)},
+    **{kind.__name__: kind for kind in (Exact, Cast, LowRank, ErrorFeedback, ByShape, Batched)},
+}
+_ALWAYS_SHOWN = ("rank", "period", "fragments")
+
+
+def call_of(plan: Plan) -> str | None:
+    """Return the call of the named method that makes `plan`, if there is one."""
+    for name, (method, arguments) in _METHODS.items():
+        given = arguments(plan)
+        if given is not None and method(**given) == plan:
+            return call(name, _shown(method, given))
+    return None
+
+
+def _shown(method: Callable[..., Plan], given: dict[str, object]) -> dict[str, object]:
+    """Leave out what equals the default, but for what tells plans apart at a glance."""
+    parameters = signature(method).parameters.values()
+    shown = {p.name: given[p.name] for p in parameters if given[p.name] != p.default or p.name in _ALWAYS_SHOWN}
+    return {name: value for name, value in shown.items() if not (name == "codec" and value == Exact())}
+
+
+def plan(text: str) -> Plan:
+    """Read a plan from its text; nothing is evaluated.
+
+    >>> plan("power_sgd(rank=2)") == power_sgd(rank=2)
+    True
+    >>> plan("power_sdg(rank=2)")
+    Traceback (most recent call last):
+    laconic.plans.parse.PlanError: 'power_sdg(rank=2)': there is no 'power_sdg'. Did you mean power_sgd?
+    """
+    value = parse(text, _VOCABULARY)
+    if not isinstance(value, Plan):
+        raise PlanError(
+            f"{text!r} is a {type(value).__name__}, and a part of a plan at most. "
+            "Write a method such as power_sgd(rank=4), or Plan(schedule=..., codec=...)."
+        )
+    return value
+
+
+def plan_from_env(default: Plan | None = None) -> Plan:
+    """Read the plan that `laconic compare --script` has left in LACONIC_PLAN, or give `default`, or `ddp()`.
+
+    >>> plan_from_env(default=power_sgd(rank=2))
+    power_sgd(rank=2)
+    """
+    text = os.environ.get("LACONIC_PLAN")
+    if text is None:
+        return ddp() if default is None else default
+    return plan(text)

@@ -1,0 +1,146 @@
+"""What is done with what was heard.
+
+At the end of a round every worker holds the same anchor (the weights that all agreed on last) and the same mean
+delta (anchor − weights: it acts as a gradient). The outer step syncs them into the next anchor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from laconic.comm.requests import State, Tensors
+from laconic.values import as_code, is_number
+
+
+@runtime_checkable
+class Outer(Protocol):
+    """The step that follows a round."""
+
+    @property
+    def adopts(self) -> bool:
+        """Whether the mean itself becomes the weights, so that no anchor is needed to average exactly."""
+        ...
+
+    def step(self, anchor: dict[str, Tensor], delta: Tensors, state: State) -> None:
+        """Move `anchor`, in place, by the mean `delta`. What is remembered goes to `state`, by parameter name."""
+        ...
+
+
+@dataclass(frozen=True, repr=False)
+class Adopt:
+    """Plain averaging: the mean of the workers' weights becomes everyone's."""
+
+    __repr__ = as_code
+
+    @property
+    def adopts(self) -> bool:
+        """Always."""
+        return True
+
+    def step(self, anchor: dict[str, Tensor], delta: Tensors, state: State) -> None:
+        """Subtract the mean delta."""
+        for name, d in delta.items():
+            anchor[name].sub_(d.to(anchor[name].dtype))
+
+
+@dataclass(frozen=True, repr=False)
+class Nesterov:
+    """Gradient descent on the deltas with Nesterov momentum, as in DiLoCo (Douillard et al. 2023, arXiv:2311.08105).
+
+    v ← momentum · v + delta;  anchor ← anchor − lr · (delta + momentum · v).  With lr=1 and momentum=0 it is `Adopt`.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    __repr__ = as_code
+
+    def __post_init__(self) -> None:
+        values: list[tuple[str, object, float]] = [("lr", self.lr, inf), ("momentum", self.momentum, 1.0)]
+        for word, value, most in values:
+            if not (is_number(value) and 0 <= value < most):  # type: ignore[operator]
+                rule = "a number from 0 up" if word == "lr" else "a number from 0 to below 1"
+                raise ValueError(
+                    f"Nesterov({word}={value!r}): {word} must be {rule}. DiLoCo uses lr=0.7, momentum=0.9."
+                )
+
+    @property
+    def adopts(self) -> bool:
+        """Only without momentum at full length."""
+        return self.lr == 1 and self.momentum == 0
+
+    def step(self, anchor: dict[str, Tensor], delta: Tensors, state: State) -> None:
+        """Move by the mean delta and what is left of the earlier ones."""
+        velocity: dict[str, Tensor] = state.setdefault("velocity", {})
+        for name, d in delta.items():
+            a = anchor[name]
+            d = d.to(a.dtype)
+            if self.momentum:
+                if name not in velocity:
+                    velocity[name] = torch.zeros_like(a)
+                velocity[name].mul_(self.momentum).add_(d)
+                d = d.add(velocity[name], alpha=self.momentum)
+            a.sub_(d, alpha=self.lr)
+
+
+@dataclass(frozen=True, repr=False)
+class Optim:
+    """Any optimizer of torch.optim, by name or as its class, on the deltas: `Optim("AdamW", {"lr": 0.1})`.
+
+    A class of your own serves as well; only a plan with one cannot be read back from its text.
+    """
+
+    optimizer: str | type[Optimizer]
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    __repr__ = as_code
+
+    def __post_init__(self) -> None:
+        if isinstance(self.optimizer, type) and getattr(torch.optim, self.optimizer.__name__, None) is self.optimizer:
+            object.__setattr__(self, "optimizer", self.optimizer.__name__)
+        if not isinstance(self.options, Mapping):
+            raise ValueError(
+                f"Optim(options={self.options!r}): options are the optimizer's keywords, such as {{'lr': 0.1}}."
+            )
+        object.__setattr__(self, "options", dict(self.options))
+        self._make([torch.zeros(1, requires_grad=True)])
+
+    @property
+    def adopts(self) -> bool:
+        """Never."""
+        return False
+
+    def step(self, anchor: dict[str, Tensor], delta: Tensors, state: State) -> None:
+        """Let the optimizer step the anchors, with the mean deltas as their gradients."""
+        names, known = list(delta), state.setdefault("optim", {})
+        optimizer = self._make([anchor[name] for name in names])
+        for name in names:
+            anchor[name].grad = delta[name].to(anchor[name].dtype)
+            if name in known:
+                optimizer.state[anchor[name]] = dict(known[name])
+        try:
+            optimizer.step()
+        finally:
+            for name in names:
+                anchor[name].grad = None
+        for name in names:
+            known[name] = dict(optimizer.state[anchor[name]])
+
+    def _make(self, params: list[Tensor]) -> Optimizer:
+        kind = self.optimizer if isinstance(self.optimizer, type) else getattr(torch.optim, self.optimizer, None)
+        if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind is Optimizer:
+            raise ValueError(
+                f"Optim({self.optimizer!r}): there is no such optimizer in torch.optim. Give its name, "
+                'such as "SGD", or a class.'
+            )
+        try:
+            return kind(params, **self.options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self!r}: torch.optim.{kind.__name__} refuses these options: {error}") from error

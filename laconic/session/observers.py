@@ -1,0 +1,60 @@
+"""Step observers: code that watches a session and has no part in the training.
+
+`laconic compare` reports progress through one, `laconic doctor` injects faults through another; metrics are a third.
+The session knows none of them by name. A launcher names the factories of observers in the environment:
+
+    LACONIC_OBSERVERS="laconic.compare.reporter:from_env,mypackage.metrics:observer"
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from laconic.session.session import Session
+
+VARIABLE = "LACONIC_OBSERVERS"
+
+
+class StepObserver:
+    """Does nothing at each point of a session's life. Subclass it, and override what you need."""
+
+    def attached(self, session: Session) -> None:
+        """Run at the end of `attach`, or of `session.observe`."""
+
+    def before_step(self, session: Session) -> None:
+        """Run at the beginning of `optimizer.step()`; the step is `session.step + 1`."""
+
+    def after_step(self, session: Session) -> None:
+        """Run when a step is over, weights synchronised; the step is `session.step`."""
+
+    def report(self, session: Session, loss: float | Tensor, tokens: int) -> bool:
+        """Take what `session.report` was called with; return whether training may stop."""
+        return False
+
+    def detached(self, session: Session) -> None:
+        """Run at the end of `detach`."""
+
+
+def observers_from_env() -> list[StepObserver]:
+    """Make the observers that LACONIC_OBSERVERS names, as "module:function" separated by commas."""
+    made = [_make(text.strip()) for text in os.environ.get(VARIABLE, "").split(",") if text.strip()]
+    return [observer for observer in made if observer is not None]
+
+
+def _make(text: str) -> StepObserver | None:
+    module, _, function = text.partition(":")
+    try:
+        observer = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{VARIABLE}={text!r}: {error}. Write module:function, separated by commas; the function takes no "
+            "argument and returns a laconic.StepObserver, or None."
+        ) from error
+    if observer is not None and not isinstance(observer, StepObserver):
+        raise ValueError(f"{VARIABLE}={text!r}: it returned {observer!r}, which is no laconic.StepObserver, nor None.")
+    return observer

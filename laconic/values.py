@@ -1,0 +1,37 @@
+"""Values that users compose: how they print, and how their numbers are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from math import isfinite
+from typing import Any
+
+
+def as_code(value: Any) -> str:
+    """Return the call that makes a dataclass instance, without arguments that equal their default. For `__repr__`."""
+    given = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != _default(f)}
+    return call(type(value).__name__, given)
+
+
+def call(name: str, given: Mapping[str, object]) -> str:
+    """Format a call with keyword arguments.
+
+    >>> call("LowRank", {"rank": 4})
+    'LowRank(rank=4)'
+    """
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+
+
+def is_whole(value: object, least: int = 1) -> bool:
+    """Return whether `value` is an int, not a bool, of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: object) -> bool:
+    """Return whether `value` is a finite int or float, not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _default(f: Field[Any]) -> Any:
+    return f.default if f.default_factory is MISSING else f.default_factory()

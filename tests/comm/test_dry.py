@@ -1,0 +1,51 @@
+"""The dry wire: the codec itself, on meta tensors, with nothing sent."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from laconic.codecs import Exact
+from laconic.comm import Averaged, Exchange, Gather, Mean, dry
+from laconic.ledger import Ledger
+
+
+def both() -> Exchange:
+    mean = yield Mean(torch.empty(5, device="meta"))
+    gathered = yield Gather(torch.empty(2, 3, device="meta"))
+    return Averaged({"mean": mean, "gathered": gathered}, dict, lambda: torch.tensor(True))
+
+
+def test_every_request_is_counted_and_answered_in_shape() -> None:
+    ledger = Ledger()
+    end = dry(both(), ledger, workers=4)
+    assert end.mean["mean"].shape == (5,)
+    assert end.mean["gathered"].shape == (4, 2, 3)
+    got = [(e.round, e.op, e.payload_bytes, e.wire_bytes, e.phase) for e in ledger.entries]
+    assert got == [(1, "all_reduce", 20, 30, "plan"), (2, "all_gather", 24, 72, "plan")]
+
+
+def test_real_tensors_do_too() -> None:
+    x = torch.arange(3.0)
+    assert torch.equal(dry(Exact().average({"x": x}, {}), Ledger(), workers=2).mean["x"], x)
+
+
+def test_an_exchange_that_asks_for_nothing_costs_nothing() -> None:
+    ledger = Ledger()
+    dry(Exact().average({"none": torch.empty(0, device="meta")}, {}), ledger, workers=2, phase="gradient")
+    assert ledger.collectives == 0
+
+
+def endless() -> Exchange:
+    x = torch.empty(1, device="meta")
+    while True:
+        yield Mean(x)
+
+
+def test_a_codec_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("laconic.comm.dry")
+    monkeypatch.setattr(module, "range", lambda start, stop: range(start, 4), raising=False)
+    with pytest.raises(RuntimeError, match="a codec asked for a million rounds: it does not end"):
+        dry(endless(), Ledger(), workers=2)

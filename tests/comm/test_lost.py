@@ -1,0 +1,170 @@
+"""A worker that dies (F6) or stands still (F7): the others are told who, at once, and have lost nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from laconic.comm.ring import Ring
+from laconic.comm.star import Star
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import laconic
+from laconic import averaging
+from laconic.comm import correspondence, letters, ring
+from laconic.comm.queue import CollectiveQueue
+from laconic.comm.requests import Question, payload_bytes
+from tests.elastic.survivors import die, run_survivors, stand_still
+from tests.session.models import batch, mlp, weights
+
+LOST, AT = 2, 8
+SOONER = [
+    ("ddp()", "dies in it", True),
+    ("ddp()", "stands still", False),
+    ("power_sgd(rank=2)", "stands still", True),
+    ("post_local_sgd(period=4)", "dies", False),
+    ("post_local_sgd(period=4)", "dies", True),
+]
+"""What is tried at every change; the rest at night."""
+
+
+def _until_lost(
+    worker: int, text: str, wrapped: bool, how: str, options: dict[str, Any]
+) -> tuple[str, list[int], float, Tensor, Tensor]:
+    module = mlp(width=64)
+    model = DDP(module) if wrapped else module
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepped: list[Tensor] = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(weights(module)))  # runs before the round
+    laconic.attach(laconic.plan(text), model, optimizer, timeout_s=2, **options)
+    for step in range(1, 50):
+        if worker == LOST and step == AT:
+            {"dies": die, "stands still": stand_still, "dies in it": _die_in_the_round}.get(how, int)()
+        x, y = batch(worker, step, width=64)
+        F.cross_entropy(model(x), y).backward()
+        stepped[:] = [weights(module)]
+        begun = time.monotonic()
+        try:
+            optimizer.step()
+        except laconic.LostWorkerError as error:
+            return str(error), error.missing, time.monotonic() - begun, stepped[-1], weights(module)
+        optimizer.zero_grad()
+    raise AssertionError("nobody was lost")
+
+
+def _die_in_the_round() -> None:
+    """Die when the large collective is due, and a little later: the header has gone through, the others are in it."""
+
+    def late() -> None:
+        time.sleep(0.5)
+        die()
+
+    _when_the_large_collective_is_due(late)
+
+
+def _when_the_large_collective_is_due(act: Callable[[], None]) -> None:
+    answer = CollectiveQueue.answer
+
+    def last_words(self: CollectiveQueue, request: Question) -> Any:
+        if payload_bytes(request) > 400:
+            act()
+        return answer(self, request)
+
+    CollectiveQueue.answer = last_words  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("text", "how", "wrapped"),
+    [
+        pytest.param(text, how, wrapped, marks=[pytest.mark.nightly] * ((text, how, wrapped) not in SOONER))
+        for text in ("ddp()", "power_sgd(rank=2)", "post_local_sgd(period=4)")
+        for how in ("dies", "dies in it", "stands still")
+        for wrapped in (True, False)
+    ],
+)
+def test_survivors_are_told_who_is_missing(text, how, wrapped):
+    results = run_survivors(_until_lost, 4, LOST, (text, wrapped, how, {}))
+    for said, missing, _, before, after in results.values():
+        assert missing == [LOST], said
+        assert f"step {AT}," in said
+        assert f"worker {LOST} did not answer" in said
+        if "local" not in text:  # gradients: the optimizer has not stepped
+            assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.parametrize("how", ["dies in it", pytest.param("dies", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "text", ["post_local_sgd(period=4)", "diloco(period=4)", "diloco(period=4, codec=Cast('bf16'))"]
+)
+def test_an_atomic_round_leaves_the_weights_as_they_were_before_it(text, how, workers):
+    results = run_survivors(_until_lost, workers, LOST, (text, False, how, {"commit": "atomic"}))
+    heads = [said.partition(":")[0] for said, *_ in results.values()]
+    assert all(f"step {AT}, control" in head for head in heads) == (how == "dies"), heads  # the header, or after it
+    for _, missing, _, before, after in results.values():
+        assert missing == [LOST]
+        assert torch.equal(before, after)
+
+
+def _lost_in_letters(worker: int, how: str, way: str) -> tuple[str, list[int]]:
+    """Weights that travel worker to worker, though they are few; and one worker that is lost half-way."""
+    averaging.LARGE, letters.GROUP, letters.BUCKETS = 1_000, 4_000, 16_000
+    correspondence.ROUND, ring.SHARE = 0 if way == "ring" else 1 << 60, 1_000
+    where = Ring if way == "ring" else Star
+    deliver, left = where.deliver, iter(range(13))  # of several groups in a round
+
+    def last_words(write: Callable[[Any], None], change: Any) -> None:
+        if next(left, None) is None:
+            {"dies": die, "stands still": stand_still}[how]()
+        write(change)
+
+    def this_way(self: Any) -> None:
+        if worker == LOST:
+            self._mail.write = partial(last_words, self._mail.write)
+        deliver(self)
+
+    where.deliver = this_way  # type: ignore[method-assign]
+    said, missing, *_ = _until_lost(worker, "post_local_sgd(period=4)", False, "nothing happens", {})
+    return said, missing
+
+
+@pytest.mark.parametrize(("way", "workers"), [("star", 3), ("star", 4), ("ring", 4)])
+@pytest.mark.parametrize("how", ["dies", "stands still"])
+def test_a_worker_that_is_lost_among_letters_is_named(how, way, workers):
+    for said, missing in run_survivors(_lost_in_letters, workers, LOST, (how, way)).values():
+        assert missing == [LOST], said
+        assert ", weights among" in said and f"worker {LOST} did not answer" in said
+
+
+def _called_off(worker: int) -> tuple[str, float]:
+    module = mlp(width=600)  # large enough for letters from worker to worker
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    session = laconic.attach(laconic.post_local_sgd(period=2), module, optimizer, timeout_s=50)
+    for step in range(1, 5):
+        x, y = batch(worker, step, width=600)
+        F.cross_entropy(module(x), y).backward()
+        if step == 4:
+            if worker == LOST:
+                _when_the_large_collective_is_due(stand_still)
+            timeout = session._levels.world.timeout
+            assert timeout is not None
+            threading.Timer(2, timeout.give_up).start()
+        begun = time.monotonic()
+        try:
+            optimizer.step()
+        except laconic.LostWorkerError as error:
+            return str(error), time.monotonic() - begun
+    raise AssertionError("nobody was lost")
+
+
+def test_a_wait_for_letters_can_be_called_off():
+    for said, seconds in run_survivors(_called_off, 3, LOST).values():
+        assert "weights among 3 workers" in said and "was abandoned" in said
+        assert seconds < 25, "half of its timeout"

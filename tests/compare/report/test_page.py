@@ -1,0 +1,142 @@
+"""The page stands alone, and holds everything that it should."""
+
+import base64
+import json
+import re
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from laconic.compare.files import as_json
+from laconic.compare.report import check_drawable, headline, write_page, write_png
+from laconic.compare.report.figures import STAND_IN, drawings, parts, svg
+from laconic.compare.report.page import page
+from laconic.compare.settings import LabError
+from tests.compare.report.outcomes import ALL, DDP, LOCAL, LOW_RANK
+
+COMMAND = ["compare", "--plan", "ddp()", "--link", "2 @ 1gbit, 2 @ 50mbit"]
+
+
+class Links(HTMLParser):
+    """Everything in a page that could load something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "iframe", "img", "object")
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "srcset", "action"):
+                self.found.append(value or "")
+            if name == "id":
+                self.ids.append(value or "")
+
+
+def test_nothing_is_loaded_and_no_name_is_twice():
+    text = page(ALL, COMMAND)
+    links = Links()
+    links.feed(text)
+    assert all(link.startswith(("#", "data:")) for link in links.found)
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert len(links.ids) == len(set(links.ids))
+    assert {"headline", "loss-time", "loss-bytes", "time", "levels", "table", "command", "facts", "data"} <= set(
+        links.ids
+    )
+    assert len(text) < 500_000
+
+
+def test_what_it_says(tmp_path):
+    path = tmp_path / "out.html"
+    write_page(path, ALL, COMMAND)
+    text = path.read_text()
+    assert headline(ALL) in text
+    assert "laconic compare --plan &#39;ddp()&#39; --link &#39;2 @ 1gbit, 2 @ 50mbit&#39;" in text
+    for words in (
+        "<dt>torch</dt>",
+        "<dt>processor</dt>",
+        "18.0×",
+        "23.0×",
+        "256 MB",
+        "validation loss",
+        "a real link of 10mbit",
+    ):
+        assert words in text
+    assert "computed" not in text
+    [data] = re.findall(r"data:application/json;base64,([^\"]+)", text)
+    assert base64.b64decode(data).decode() == as_json(ALL)
+    assert json.loads(base64.b64decode(data))[1]["curve"][0] == {
+        "step": 1,
+        "seconds": 0.115,
+        "loss": LOW_RANK.curve[0].loss,
+        "wire_bytes": 102_912,
+    }
+
+
+def test_a_computed_link_is_called_computed():
+    text = page([replace(outcome, clock="computed", interface_bytes=None) for outcome in ALL], COMMAND)
+    assert "<strong>Computed:</strong>" in text
+    assert "seconds to loss 2.6 (computed)" in text
+    assert "seconds (the link's computed)" in text
+
+
+def test_text_from_outside_is_only_text():
+    odd = replace(DDP, plan="<b>&", model="</script><script>", link='"><x>')
+    text = page([odd], ["--script", "<i>.py"])
+    for raw in ("<b>&", "</script>", "<x>", "<i>"):
+        assert raw not in text.replace("&lt;", "")
+
+
+def test_a_run_without_numbers_still_gives_a_page():
+    """No steps shown, a loss that is no number, nothing sent, no waiting known, many plans."""
+    bare = replace(
+        DDP, curve=(), level_bytes={}, waiting_seconds=None, loss_final=float("nan"), until_loss=None, sent_bytes=0
+    )
+    assert "nothing sent" in page([bare], [])
+    lost = replace(LOCAL, curve=tuple(replace(point, loss=float("nan")) for point in LOCAL.curve))
+    assert page([lost] * 9, [])
+    assert page([replace(bare, until_loss=2.6)], [])
+
+
+def test_two_levels():
+    two = replace(
+        DDP, level_bytes={"site": 5_000_000, "world": 1_000_000}, uplink_bytes={"level 1, group 0": 7_000_000}
+    )
+    text = page([two], [])
+    assert "ddp(), site: 5 MB" in text
+    assert "ddp(), world: 1 MB" in text
+    assert "ddp(), level 1, group 0: 7 MB" in text
+
+
+def test_the_parts_of_the_time_add_up():
+    for outcome in ALL:
+        assert sum(parts(outcome)) == pytest.approx(outcome.seconds)
+
+
+def test_figures_take_their_colours_from_the_page():
+    for drawing in drawings(ALL):
+        source = svg(drawing, ALL)
+        assert source.startswith("<svg viewBox=")
+        assert "var(--" in source
+        assert STAND_IN.ink not in source
+        assert set(re.findall(r"(?:stroke|fill): (#\w+)", source)) <= {"#000000"}, drawing.name
+        assert svg(drawing, ALL) == source  # drawn the same way every time
+
+
+def test_the_image(tmp_path):
+    path = tmp_path / "out.png"
+    write_png(path, ALL)
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_what_is_not_installed_is_told_before_training(monkeypatch):
+    check_drawable("--report out.html")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("laconic.compare.report.page.find_spec", lambda name: None if name == "matplotlib" else object())
+    with pytest.raises(LabError, match=r'--report out.html: its figures need matplotlib, .*"laconic\[report\]"'):
+        check_drawable("--report out.html")

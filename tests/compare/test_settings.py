@@ -1,0 +1,62 @@
+"""Impossible values are refused before anything starts, in words that say what to do."""
+
+import pytest
+
+import laconic
+from laconic.compare.settings import LabError, Place, Settings, check_workers, found_place
+
+
+@pytest.mark.parametrize("name", ["workers", "steps", "layers", "width", "heads", "context", "batch"])
+@pytest.mark.parametrize("value", [0, -3])
+def test_counts_start_at_one(name, value):
+    with pytest.raises(LabError, match=rf"--{name} {value}: there must be at least 1. Use --{name} 1 or more."):
+        Settings(plan="ddp()", **{name: value})
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_the_learning_rate_is_a_positive_number(value):
+    with pytest.raises(LabError, match=r"--lr .*: it must be a number above 0"):
+        Settings(plan="ddp()", lr=value)
+
+
+def test_bucket_size_seed_and_model():
+    with pytest.raises(LabError, match=r"--bucket-mb 0: it must be a number above 0"):
+        Settings(plan="ddp()", bucket_mb=0)
+    with pytest.raises(LabError, match=r"--seed -1: a seed is between 0 and"):
+        Settings(plan="ddp()", seed=-1)
+    with pytest.raises(LabError, match=r"--model bert: the lab has gpt and resnet"):
+        Settings(plan="ddp()", model="bert")
+
+
+def test_heads_must_divide_the_width_evenly():
+    with pytest.raises(LabError, match=r"--width 12 --heads 5: .* Heads that fit 12: 1, 2, 3, 6\."):
+        Settings(plan="ddp()", width=12, heads=5)
+    with pytest.raises(LabError, match=r"Use an even --width"):
+        Settings(plan="ddp()", width=7, heads=7)
+    Settings(plan="ddp()", model="resnet", width=7, heads=7)  # a ResNet has no heads to fit
+
+
+def test_the_resnet_takes_no_text(tmp_path):
+    with pytest.raises(LabError, match=r"--model resnet --data .*: the ResNet trains on the digits"):
+        Settings(plan="ddp()", model="resnet", data=tmp_path)
+
+
+def test_an_unknown_plan_is_refused_here_and_not_by_a_worker():
+    with pytest.raises(laconic.PlanError, match="gossip"):
+        Settings(plan="gossip()")
+
+
+def test_more_workers_than_sense():
+    check_workers(workers=64, cores=16)
+    check_workers(workers=16, cores=1)
+    with pytest.raises(LabError, match=r"--workers 17: this machine has 1 usable core, and more than 16"):
+        check_workers(workers=17, cores=1)
+    with pytest.raises(LabError, match=r"Use --workers 32 or fewer, or add --oversubscribe to start 33"):
+        check_workers(workers=33, cores=8)
+
+
+def test_a_place_needs_all_of_its_variables():
+    whole = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert found_place(whole) == Place(worker=1, workers=2)
+    for name in whole:
+        assert found_place({k: v for k, v in whole.items() if k != name}) is None

@@ -1,0 +1,132 @@
+"""What an elastic worker saves, what it takes from a disk, and how it leaves; models that it cannot run."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+from laconic import elastic
+from laconic.elastic.history import Shelf
+from laconic.elastic.snapshot import Committed, Snapshot
+from tests.workers import run_workers
+
+
+def snapshot(step, owes=0.0, by=None):
+    return Snapshot(step, {"talk": {"residual": {"w": torch.tensor(owes)}, "step": step}}, by)
+
+
+def put(folder, id, generation, *steps, last=False):
+    shelf = Shelf(folder, id)
+    shelf.put([snapshot(step, owes=float(id)) for step in steps], generation, wait=True)
+    if last:
+        shelf.mark_last(generation)
+
+
+def newest(folder, id):
+    generation, snapshots, last = Shelf(folder, id).newest(2)
+    return generation, [each.step for each in snapshots], last
+
+
+def test_a_worker_takes_its_own_before_anothers(tmp_path):
+    assert newest(tmp_path, "1") == (0, [], True)
+    put(tmp_path, "1", 3, 10, 11, last=True)
+    put(tmp_path, "2", 3, 11, 12, last=True)
+    assert newest(tmp_path, "1") == (3, [10, 11], True)
+    assert "residual" in Shelf(tmp_path, "1").newest(2)[1][0].parts["session"]
+
+
+def test_anothers_that_is_newer_counts_more_but_not_what_it_owes(tmp_path):
+    put(tmp_path, "1", 3, 10)  # killed
+    put(tmp_path, "2", 3, 12, 13, last=True)
+    assert newest(tmp_path, "1") == newest(tmp_path, "7") == (3, [12, 13], True)
+    put(tmp_path, "3", 4, 13)
+    assert newest(tmp_path, "1") == (4, [13], False)
+    assert Shelf(tmp_path, "1").newest(2)[1][0].parts["session"].keys() == {"step"}
+
+
+def test_a_generation_that_is_damaged_is_passed_over(tmp_path):
+    put(tmp_path, "1", 3, 10, last=True)
+    put(tmp_path, "2", 4, 12, last=True)
+    for path in (tmp_path / "worker-2").rglob("*.safetensors"):
+        path.write_bytes(b"?")
+    assert newest(tmp_path, "2") == (3, [10], True)
+
+
+def test_what_was_left_with_is_of_one_generation_only(tmp_path):
+    put(tmp_path, "1", 3, 10, last=True)
+    put(tmp_path, "1", 4, 12)
+    assert newest(tmp_path, "1") == (4, [12], False)
+
+
+def test_whose_round_it_was_is_saved_too(tmp_path):
+    by = Committed(9, 10, ("0", "1"))
+    Shelf(tmp_path, "1").put([snapshot(10, by=by)], 3, wait=True)
+    assert Shelf(tmp_path, "1").newest(1)[1][0].by == by
+
+
+def _leave_and_come_back(worker: int, folder: str) -> None:
+    ends, store = [], HashStore()
+    for leaves_at in (7, None):
+        world = elastic.join(store, id=0, silence_s=0.5)
+        torch.manual_seed(worker)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        session = laconic.attach(laconic.post_local_sgd(period=2), model, optimizer)
+        with elastic.Run(world, session, model, optimizer, folder=folder) as run:
+            run.leave_on()
+            for step in run.steps(10):
+                with step:
+                    if step.number == leaves_at:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    model(torch.full((2, 4), float(step.number))).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            ends.append((session.step, run.stopped))
+    assert ends == [(6, True), (10, False)]
+
+
+def test_a_worker_leaves_with_its_last_round_and_comes_back_to_it(tmp_path):
+    run_workers(_leave_and_come_back, 1, (str(tmp_path / "saved"),), group=False)
+
+
+def _refuse_ddp(worker: int) -> None:
+    world = elastic.join(HashStore(), id=0)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = laconic.attach(laconic.ddp(), model, optimizer)
+    for given in (model, torch.nn.Sequential(model)):
+        with pytest.raises(ValueError, match="DistributedDataParallel keeps the process group that it was made with"):
+            elastic.Run(world, session, given, optimizer)
+    with pytest.raises(RuntimeError, match="Leave out init_process_group"):
+        elastic.join(HashStore(), id=0)
+    world.leave()
+    dist.destroy_process_group()
+
+
+def test_ddp_models_are_refused():
+    run_workers(_refuse_ddp, 1, group=False)
+
+
+def test_torchrun_names_the_run_and_the_worker(monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "job-7", "LOCAL_RANK": "2", "RANK": "5"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("socket.gethostname", lambda: "_node a.example")
+    parents = [77]  # the tests' own may be gone
+    monkeypatch.setattr("os.getppid", lambda: parents[-1])
+    world = elastic.join(HashStore())
+    assert repr(world) == "<World 'job-7' as worker 'node-a.example-77-2'>"
+    before = world.orphaned
+    parents.append(1)
+    assert (before, world.orphaned) == (False, True)
+    world.leave()
+    by_name = elastic.join(HashStore(), run="mine", id=3)
+    assert repr(by_name) == "<World 'mine' as worker '3'>" and not by_name.orphaned
+    by_name.leave()

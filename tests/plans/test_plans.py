@@ -1,0 +1,290 @@
+"""Plans: values that print as the code that makes them, and read back from it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import laconic
+from laconic import (
+    Adopt,
+    ByShape,
+    Cast,
+    Codec,
+    ErrorFeedback,
+    Every,
+    Exact,
+    LowRank,
+    Plan,
+    PlanError,
+    PostLocal,
+    ddp,
+    post_local_sgd,
+    power_sgd,
+)
+from laconic.plans.schedules import Payload
+
+steps = st.integers(1, 10**6)
+schedules = st.builds(Every, steps, steps) | st.builds(PostLocal, steps, steps)
+low_ranks = st.builds(
+    LowRank,
+    rank=st.integers(1, 64),
+    min_compression=st.integers(0, 9) | st.floats(0, 1e6),
+    rounds=st.sampled_from(["two", "alternating"]),
+    seed=st.integers(),
+) | st.builds(LowRank, rank=st.integers(1, 64), warm_start=st.booleans())
+whole_codecs: st.SearchStrategy[Codec] = st.builds(Exact, st.booleans()) | st.builds(
+    Cast, st.sampled_from(["bf16", "fp16"])
+)
+any_feedback = st.sampled_from(["own", "mean"])
+codecs = st.one_of(
+    whole_codecs,
+    low_ranks,
+    st.builds(ErrorFeedback, whole_codecs | low_ranks, any_feedback),
+    st.builds(ByShape, low_ranks | st.builds(ErrorFeedback, low_ranks, any_feedback), whole_codecs),
+    st.builds(ByShape, low_ranks | st.builds(ErrorFeedback, low_ranks)),
+    st.builds(ErrorFeedback, st.builds(ByShape, low_ranks, whole_codecs)),
+)
+plans = st.one_of(
+    st.builds(Plan, schedules, codecs, st.just(Adopt())),
+    st.builds(
+        power_sgd,
+        rank=st.integers(1, 64),
+        start=steps,
+        min_compression=st.integers(0, 9),
+        rounds=st.sampled_from(["two", "alternating"]),
+        feedback=st.booleans(),
+        seed=st.integers(0, 9),
+    ),
+    st.builds(post_local_sgd, steps, steps),
+)
+
+
+@given(plans)
+@settings(deadline=None, max_examples=300)
+def test_a_plan_reads_back_from_what_it_prints(plan: Plan) -> None:
+    again = laconic.plan(repr(plan))
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert repr(again) == repr(plan)
+
+
+@given(plans, plans)
+@settings(deadline=None, max_examples=100)
+def test_plans_that_print_alike_are_equal_and_equal_ones_hash_alike(a: Plan, b: Plan) -> None:
+    assert a == b or repr(a) != repr(b)
+    assert a != b or hash(a) == hash(b)
+
+
+PRINTED = {
+    "ddp()": ddp(),
+    "power_sgd(rank=4)": power_sgd(),
+    "power_sgd(rank=2)": Plan(codec=ByShape(ErrorFeedback(LowRank(2, rounds="alternating")))),
+    "power_sgd(rank=1, rounds='two')": power_sgd(1, rounds="two"),
+    "power_sgd(rank=4, start=100, min_compression=0.5, feedback=False, seed=3)": power_sgd(
+        4, start=100, min_compression=0.5, feedback=False, seed=3
+    ),
+    "power_sgd(rank=4, rounds='two', warm_start=False)": power_sgd(rounds="two", warm_start=False),
+    "post_local_sgd(period=16)": post_local_sgd(),
+    "post_local_sgd(start=500, period=8)": Plan(PostLocal(500, 8)),
+    "Plan(schedule=Every(period=16))": Plan(Every(16)),
+    "Plan(schedule=Every(start=5))": Plan(Every(start=5)),
+    "Plan(codec=Cast(to='bf16'))": Plan(codec=Cast("bf16")),
+    "Plan(codec=Exact(wide=True))": Plan(codec=Exact(wide=True)),
+    "Plan(codec=ByShape(codec=LowRank(rank=2), rest=Cast(to='fp16')))": Plan(
+        codec=ByShape(LowRank(2), rest=Cast("fp16"))
+    ),
+    "Plan(codec=ByShape(codec=ErrorFeedback(codec=LowRank(rank=2), subtract='mean')))": Plan(
+        codec=ByShape(ErrorFeedback(LowRank(2), "mean"))
+    ),
+    "Plan(schedule=PostLocal(start=1, period=4), codec=ByShape(codec=ErrorFeedback(codec=LowRank(rank=2))))": Plan(
+        PostLocal(1, 4), ByShape(ErrorFeedback(LowRank(2)))
+    ),
+}
+
+
+@pytest.mark.parametrize("text", PRINTED)
+def test_prints_by_the_name_that_people_know(text: str) -> None:
+    assert repr(PRINTED[text]) == text
+    assert laconic.plan(text) == PRINTED[text]
+
+
+def test_all_of_them_differ() -> None:
+    assert len(set(PRINTED.values())) == len(PRINTED)
+
+
+@pytest.mark.parametrize(
+    ("text", "plan"),
+    [
+        ("power_sgd(2)", power_sgd(2)),
+        ("laconic.power_sgd(rank=2)", power_sgd(2)),
+        ("Plan()", ddp()),
+        ("Plan(Every(1), Exact(), Adopt())", ddp()),
+        (" Plan(\n codec=laconic.Cast('bf16'),\n)", Plan(codec=Cast("bf16"))),
+    ],
+)
+def test_other_ways_to_write_it(text: str, plan: Plan) -> None:
+    assert laconic.plan(text) == plan
+
+
+def test_a_plan_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        ddp().codec = Exact()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("plan", "talks"),
+    [
+        (ddp(), [("gradient", Exact())] * 4),
+        (Plan(Every(1, start=3), Cast("bf16")), [("gradient", Exact())] * 2 + [("gradient", Cast("bf16"))] * 2),
+        (post_local_sgd(start=2, period=2), [("gradient", Exact()), None, ("weights", Exact()), None]),
+        (Plan(PostLocal(2, 1), Cast("fp16")), [("gradient", Exact())] + [("weights", Cast("fp16"))] * 3),
+    ],
+)
+def test_what_is_said_at_each_step(plan: Plan, talks: list[tuple[str, Codec] | None]) -> None:
+    said = [[(sync.payload, plan.codec_of(sync, step)) for sync in plan.syncs_at(step)] for step in range(1, 5)]
+    assert said == [[] if talk is None else [(Payload(talk[0]), talk[1])] for talk in talks]
+
+
+@pytest.mark.parametrize(
+    ("plan", "local", "needs_anchor"),
+    [
+        (ddp(), False, False),
+        (power_sgd(start=10), False, False),
+        (post_local_sgd(), True, False),
+        (Plan(Every(4)), True, False),
+        (Plan(PostLocal(1, 1)), True, False),
+        (Plan(Every(4), Cast("bf16")), True, True),
+        (Plan(PostLocal(9, 4), ByShape(LowRank(1))), True, True),
+    ],
+)
+def test_weights_part_and_anchors_are_needed(plan: Plan, local: bool, needs_anchor: bool) -> None:
+    assert (plan.local, plan.needs_anchor) == (local, needs_anchor)
+
+
+RULES = {
+    "power_sdg(rank=2)": "'power_sdg(rank=2)': there is no 'power_sdg'. Did you mean power_sgd?",
+    "dpp()": "'dpp()': there is no 'dpp'. Did you mean ddp?",
+    "Plan(codec=LowRnk(rank=2))": "'Plan(codec=LowRnk(rank=2))': there is no 'LowRnk'. Did you mean LowRank?",
+    "power_sgd": "'power_sgd': power_sgd is written as a call: power_sgd().",
+    "power_sgd(ranks=2)": (
+        "'power_sgd(ranks=2)': power_sgd: got an unexpected keyword argument 'ranks'. It is power_sgd(rank=4, start=1, "
+        "min_compression=2, rounds='alternating', feedback=True, warm_start=True, seed=0)."
+    ),
+    "Plan(Codec=Exact())": (
+        "'Plan(Codec=Exact())': Plan: got an unexpected keyword argument 'Codec'. "
+        "It is Plan(schedule, codec, outer, topology, buffers='average', optimizer_state='keep')."
+    ),
+    "ddp(4)": "'ddp(4)': ddp: too many positional arguments. It is ddp().",
+    "power_sgd(rank=0)": ("'power_sgd(rank=0)': LowRank(rank=0): rank must be at least 1. To send all, use Exact()."),
+    "power_sgd(start=0)": (
+        "'power_sgd(start=0)': Every(start=0): start must be a whole number of at least 1, as steps count from 1."
+    ),
+    "post_local_sgd(period=0.5)": (
+        "'post_local_sgd(period=0.5)': PostLocal(period=0.5): period must be a whole number of at least 1, "
+        "as steps count from 1."
+    ),
+    "power_sgd(rounds='one')": (
+        '"power_sgd(rounds=\'one\')": LowRank(rounds=\'one\'): rounds must be "two" or "alternating".'
+    ),
+    "Plan(codec=Cast('int8'))": (
+        '"Plan(codec=Cast(\'int8\'))": Cast(\'int8\'): the type must be "bf16" or "fp16". '
+        "To send all bits, use Exact()."
+    ),
+    "LowRank(rank=4)": (
+        "'LowRank(rank=4)' is a LowRank, and a part of a plan at most. "
+        "Write a method such as power_sgd(rank=4), or Plan(schedule=..., codec=...)."
+    ),
+    "4": (
+        "'4' is a int, and a part of a plan at most. "
+        "Write a method such as power_sgd(rank=4), or Plan(schedule=..., codec=...)."
+    ),
+    "train quickly": "'train quickly' is not a plan: invalid syntax. Write a call, such as power_sgd(rank=4).",
+    "power_sgd(rank=four)": (
+        "'power_sgd(rank=four)': cannot read 'four'. A plan is made of calls, numbers and quoted words, "
+        "such as power_sgd(rank=4)."
+    ),
+}
+
+
+@pytest.mark.parametrize("text", RULES)
+def test_text_that_is_no_plan_is_told_why(text: str) -> None:
+    with pytest.raises(PlanError) as error:
+        laconic.plan(text)
+    assert str(error.value) == RULES[text]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Plan(codec=5)",
+        "Plan(codec=Every(1))",
+        "Plan(schedule=Exact())",
+        "Plan(outer=3)",
+        "Plan(codec=ByShape(5))",
+        "Plan(codec=ErrorFeedback('Exact()'))",
+        "Plan(codec={'a': 1})",
+        "power_sgd(rank=2.5)",
+        "power_sgd(rank=1e999)",
+        "power_sgd(rank=True)",
+        "power_sgd(min_compression=1e999)",
+        "power_sgd(feedback='no')",
+        "power_sgd(seed=[1])",
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(text: str) -> None:
+    with pytest.raises(PlanError):
+        laconic.plan(text)
+
+
+@pytest.mark.parametrize("part", ["schedule", "codec", "outer"])
+def test_parts_are_checked_in_code_too(part: Literal["schedule", "codec", "outer"]) -> None:
+    given: dict[str, Any] = {part: 5}
+    with pytest.raises((TypeError, ValueError), match=rf"Plan\({part}=5"):
+        Plan(**given)
+
+
+@pytest.mark.parametrize("text", ["power_sgd(rank='4')", "power_sgd(rank=None)", "power_sgd(min_compression='2')"])
+def test_values_of_the_wrong_type_are_told_why(text: str) -> None:
+    with pytest.raises(PlanError, match=r"LowRank\((rank|min_compression)="):
+        laconic.plan(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "post_local_sgd(period=16, group=2)",
+        "post_local_sgd(start=5, period=16, group='machine', buffers='leader')",
+        "hierarchical_sgd(groups={4: 8, 16: 32}, start=3)",
+        "qsr(growth=0.02, floor=8)",
+        "diloco(period=100, lr=0.5, codec=ErrorFeedback(codec=LowRank(rank=4)), optimizer_state='average')",
+        "streaming_diloco(period=100, fragments=8, delay=2)",
+        "Plan(schedule=Nested(groups={2: 2, 4: 4}), outer=Nesterov())",
+        "Plan(schedule=Every(period=4), outer=Optim(optimizer='AdamW', options={'lr': 0.1}), topology=Groups(size=4))",
+    ],
+)
+def test_local_methods_print_as_they_are_written(text: str) -> None:
+    made = laconic.plan(text)
+    assert laconic.plan(repr(made)) == made
+    assert hash(laconic.plan(repr(made))) == hash(made)
+    assert made.local
+
+
+@pytest.mark.parametrize(
+    "word", ["outer=Nesterov()", "topology=Groups(2)", "buffers='keep'", "optimizer_state='reset'"]
+)
+def test_what_only_rounds_of_weights_have_is_refused_without_them(word: str) -> None:
+    with pytest.raises(PlanError, match="averages gradients at every step and never weights"):
+        laconic.plan(f"Plan(schedule=Every(1), {word})")
+
+
+def test_unknown_policies_are_refused() -> None:
+    with pytest.raises(ValueError, match="buffers must be 'average' or 'leader' or 'keep'"):
+        post_local_sgd(buffers="mean")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="optimizer_state must be 'keep' or 'average' or 'reset'"):
+        post_local_sgd(optimizer_state="drop")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a whole number of at least 2 workers"):
+        post_local_sgd(group=1)

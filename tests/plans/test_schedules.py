@@ -1,0 +1,140 @@
+"""Schedules: pure functions of the step's number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laconic.plans.schedules import (
+    GRADIENTS,
+    WEIGHTS,
+    Every,
+    Nested,
+    PostLocal,
+    Quadratic,
+    Schedule,
+    Streaming,
+    SyncClock,
+)
+
+steps = st.integers(1, 200)
+
+
+@given(start=steps, period=steps)
+def test_gradients_before_the_start_then_weights_every_period(start: int, period: int) -> None:
+    talks = {step: PostLocal(start, period).syncs_at(step) for step in range(1, start + 3 * period + 1)}
+    assert all(talks[step] == GRADIENTS for step in range(1, start))
+    weights = [step for step, syncs in talks.items() if syncs == WEIGHTS]
+    assert weights == [start - 1 + period * sync for sync in range(1, len(weights) + 1)]
+    assert len(weights) >= 3
+    assert sum(not syncs for syncs in talks.values()) == len(talks) - len(weights) - (start - 1)
+
+
+@given(start=steps, period=st.integers(2, 200), step=st.integers(1, 1000))
+def test_every_longer_period_is_post_local(start: int, period: int, step: int) -> None:
+    assert Every(period, start).syncs_at(step) == PostLocal(start, period).syncs_at(step)
+
+
+@given(start=steps, step=st.integers(1, 1000))
+def test_every_step_talks_about_gradients(start: int, step: int) -> None:
+    assert Every(1, start).syncs_at(step) == GRADIENTS
+
+
+def test_post_local_with_period_1_averages_weights_at_every_step() -> None:
+    assert [PostLocal(1, 1).syncs_at(step) for step in (1, 2, 3)] == [WEIGHTS] * 3
+
+
+@pytest.mark.parametrize("schedule", [Every(), Every(4), Every(1, start=5), PostLocal(3, 16)], ids=repr)
+def test_values(schedule: Schedule) -> None:
+    assert eval_free_copy(schedule) == schedule
+    assert hash(eval_free_copy(schedule)) == hash(schedule)
+    with pytest.raises(AttributeError):
+        schedule.period = 2  # type: ignore[misc]
+
+
+def eval_free_copy(schedule: Schedule) -> Schedule:
+    return type(schedule)(period=schedule.period, start=schedule.start)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "text"),
+    [
+        (Every(), "Every()"),
+        (Every(4), "Every(period=4)"),
+        (Every(start=2), "Every(start=2)"),
+        (PostLocal(1, 16), "PostLocal(start=1, period=16)"),
+    ],
+)
+def test_prints_as_its_code(schedule: Schedule, text: str) -> None:
+    assert repr(schedule) == text
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, 2.5, "3", None, True, float("inf"), [1]])
+@pytest.mark.parametrize("word", ["start", "period"])
+@pytest.mark.parametrize("kind", [Every, PostLocal])
+def test_steps_count_from_1(kind: type[Every] | type[PostLocal], word: str, value: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        kind(**({"start": 1, "period": 1} | {word: value}))
+    assert str(error.value) == (
+        f"{kind.__name__}({word}={value!r}): {word} must be a whole number of at least 1, as steps count from 1."
+    )
+
+
+@given(start=st.integers(1, 50), step=st.integers(1, 500))
+def test_in_a_hierarchy_the_largest_period_that_divides_wins(start: int, step: int) -> None:
+    groups = {2: 2, 6: 4, 18: 8}
+    syncs = Nested(groups, start).syncs_at(step)
+    if step < start:
+        assert syncs == GRADIENTS
+        return
+    due = [size for period, size in groups.items() if (step - start + 1) % period == 0]
+    assert [sync.level for sync in syncs] == ([max(due)] if due else [])
+
+
+@given(period=st.integers(1, 60), fragments=st.integers(1, 60), start=st.integers(1, 20))
+def test_every_fragment_talks_once_a_period_at_a_step_of_its_own(period: int, fragments: int, start: int) -> None:
+    if fragments > period:
+        with pytest.raises(ValueError, match="from 1 fragment to one for each"):
+            Streaming(period, fragments, start=start)
+        return
+    schedule = Streaming(period, fragments, start=start)
+    cycle = [schedule.syncs_at(step) for step in range(start + period, start + 2 * period)]
+    assert all(len(syncs) <= 1 for syncs in cycle)
+    assert sorted(sync.part for syncs in cycle for sync in syncs if sync.part is not None) == list(range(fragments))
+    assert [schedule.syncs_at(step + period) for step in range(start, start + period)] == cycle
+
+
+@given(lr=st.floats(1e-6, 1.0), growth=st.floats(1e-4, 1.0), floor=st.integers(1, 50), since=st.integers(0, 100))
+def test_the_quadratic_rule(lr: float, growth: float, floor: int, since: int) -> None:
+    schedule = Quadratic(growth, floor)
+    period = schedule.period_at(lr)
+    assert period >= floor
+    assert period in (floor, int((growth / lr) ** 2), int((growth / lr) ** 2 + 1e-9), 2**31)
+    clock = SyncClock(since, lr)
+    assert schedule.at(since + period, clock) == WEIGHTS
+    assert period == 1 or schedule.at(since + period - 1, clock) == ()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Nested({}), "say for each period how many workers"),
+        (lambda: Nested({4: 2, 2: 4}), "period 2 stands after 4"),
+        (lambda: Nested({0: 2}), "period must be a whole number of at least 1"),
+        (lambda: Nested({2: 4, 4: 2}), "groups of 2 stand after groups of 4"),
+        (lambda: Nested({2: 2, 4: 3}), "groups of 3 stand after groups of 2"),
+        (lambda: Nested({2: 0}), "a group has at least 1 worker"),
+        (lambda: Nested(4), "say for each period"),  # type: ignore[arg-type]
+        (lambda: Quadratic(0), "growth must be a number above 0"),
+        (lambda: Quadratic(0.1, floor=0), "floor must be a whole number"),
+        (lambda: Streaming(4, 2, delay=4), "delay is a whole number from 0 to 3"),
+        (lambda: Streaming(4, 2, mix=1.0), "from 0 to below 1"),
+    ],
+)
+def test_schedules_that_cannot_be_meant_are_refused(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()

@@ -1,0 +1,96 @@
+"""Plans on CUDA: two workers over gloo with their models on one GPU, beside the same on CPUs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import laconic
+from laconic.session.weights import Anchors
+from tests.session.models import assert_equal_bits, batch, mlp, weights
+from tests.workers import listen, run_workers
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+
+PLANS = [
+    "ddp()",
+    "power_sgd(rank=2)",
+    "power_sgd(rank=2, rounds='two')",
+    "post_local_sgd(period=4, start=5)",
+    "diloco(period=4)",
+    "streaming_diloco(period=4, fragments=2)",
+    "Plan(schedule=Every(2), codec=ErrorFeedback(LowRank(2, min_compression=0)), outer=Nesterov())",
+]
+
+
+def _train(worker: int, plan: str, kind: str, device: str, anchors: Anchors) -> Tensor:
+    model = mlp().to(device)
+    trained = DDP(model, bucket_cap_mb=0.005) if kind == "ddp" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with laconic.attach(laconic.plan(plan), trained, optimizer, anchors=anchors):
+        for step in range(12):
+            x, y = batch(worker, step)
+            F.cross_entropy(trained(x.to(device)), y.to(device)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model).cpu()
+
+
+@pytest.mark.parametrize("kind", ["bare", "ddp"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_workers_on_a_gpu_agree_and_do_what_cpus_do(plan, kind):
+    on_gpu = run_workers(_train, 2, (plan, kind, "cuda", "device"), timeout_s=120)
+    on_cpu = run_workers(_train, 2, (plan, kind, "cpu", "device"))
+    if "streaming" not in plan:  # whose workers agree only on the fragment that was last
+        assert_equal_bits(on_gpu)
+    for there, here in zip(on_gpu, on_cpu, strict=True):
+        assert torch.allclose(there, here, rtol=1e-3, atol=1e-4)
+
+
+def test_anchors_on_the_host_are_the_same_as_on_the_gpu():
+    here = run_workers(_train, 2, ("diloco(period=4)", "bare", "cuda", "device"), timeout_s=120)
+    there = run_workers(_train, 2, ("diloco(period=4)", "bare", "cuda", "cpu"), timeout_s=120)
+    assert_equal_bits([*here, *there])
+
+
+def _spoiled(worker: int, plan: str, kind: str, fused: bool) -> tuple[list[Tensor], str, list[str]]:
+    """Train with the defaults; one worker's gradients are NaN in steps 3 and 5."""
+    said = listen()
+    model = mlp().to("cuda")
+    trained = DDP(model, bucket_cap_mb=0.005) if kind == "ddp" else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused, foreach=None if fused else True)
+    trace = []
+    with laconic.attach(laconic.plan(plan), trained, optimizer) as session:
+        policy = session._model_state.guard.policy
+        for step in range(1, 8):
+            x, y = batch(worker, step)
+            if worker == 1 and step in (3, 5):
+                x[0, 0] = torch.nan
+            F.cross_entropy(trained(x.to("cuda")), y.to("cuda")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.append(weights(model).cpu())
+    return trace, policy, said
+
+
+@pytest.mark.parametrize("kind", ["bare", "ddp"])
+@pytest.mark.parametrize("plan", ["ddp()", "power_sgd(rank=2)"])
+def test_fused_optimizers_leave_a_spoiled_step_out_by_themselves(plan, kind):
+    for trace, policy, said in run_workers(_spoiled, 2, (plan, kind, True), timeout_s=120):
+        assert policy == "skip"
+        moved = [not torch.equal(*pair) for pair in itertools.pairwise(trace)]
+        assert moved == [True, False, True, False, True, True] and trace[-1].isfinite().all()
+        assert len(said) == 2
+        assert "step 3: worker 1 brought NaN or Inf, in one of those from " in said[0]
+        assert "step 5: worker 1 brought NaN or Inf, in 0.weight" in said[1]
+
+
+def test_others_would_have_to_be_waited_for_on_a_gpu():
+    for trace, policy, said in run_workers(_spoiled, 2, ("ddp()", "ddp", False), timeout_s=120):
+        assert policy == "ignore" and not said
+        assert trace[-1].isnan().any()
