@@ -8,10 +8,8 @@ A plan answers four questions: when do workers talk (`schedule`), how is it said
 was heard (`outer`), and with whom. `attach` puts it on a model and an optimizer; the training loop stays as it is.
 """
 
-from laconic.checks.agreement import DisagreementError
-from laconic.checks.finite import DesyncError, DivergedError, NonFiniteError
+from laconic.checks.errors import DesyncError, DisagreementError, DivergedError, LostWorkerError, NonFiniteError
 from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
-from laconic.comm.timeout import LostWorkerError
 from laconic.cost import sent_bytes
 from laconic.ledger import Ledger
 from laconic.plans.methods import (
@@ -30,7 +28,9 @@ from laconic.plans.parse import PlanError
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Every, Nested, PostLocal, Quadratic, Streaming
 from laconic.plans.topology import Groups, World
-from laconic.session.session import Session, attach
+from laconic.session.attach import attach
+from laconic.session.observers import StepObserver
+from laconic.session.session import Session
 
 __version__ = "0.1.0"
 
@@ -60,6 +60,7 @@ __all__ = [
     "Quadratic",
     "Streaming",
     "Session",
+    "StepObserver",
     "World",
     "attach",
     "ddp",

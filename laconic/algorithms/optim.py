@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from laconic.algorithms.model_averaging.averagers import ModelAverager
-from laconic.session.grad_scaler import LossScaling
+from laconic.session.grad_scaler import ScaledSteps
 
 __all__ = ["PostLocalSGDOptimizer"]
 
@@ -86,7 +86,7 @@ class PostLocalSGDOptimizer(Optimizer):
         if getattr(self, "found_inf", None) is None:
             loss = self._local_step(closure)
         else:
-            with LossScaling(self.optim):
+            with ScaledSteps(self.optim):
                 self.optim.found_inf, self.optim.grad_scale = self.found_inf, self.grad_scale  # type: ignore[attr-defined]
                 loss = self._local_step(closure)
         self.averager.average_parameters(params=self.param_groups)

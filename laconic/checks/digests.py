@@ -1,4 +1,4 @@
-"""Digests of tensors: 64 bits that change with any bit, and with any two numbers that trade places."""
+"""Digests of tensors: 64 bits that change with any bit, and when two elements swap places."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MIX = -7046029254386353131  # 2^64 / the golden ratio, as int64
 
 
 def digest(t: Tensor) -> Tensor:
-    """Mix the bytes of a tensor into one int64, without leaving its device.
+    """Hash the bytes of a tensor to one int64, on its own device.
 
-    The bytes are laid out as a table of 64-bit words. Sums over its rows and over its columns are each weighted by
-    their place, so two words that trade places change a row's sum or a column's. Two passes over memory.
+    The bytes form a table of 64-bit words. Sums over its rows and over its columns are weighted by their index, so two
+    words that swap places change a row's sum or a column's. Two passes over memory.
 
     >>> a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 1.0, 3.0])
     >>> bool(digest(a) == digest(a.clone())), bool(digest(a) == digest(b))
@@ -37,13 +37,13 @@ def digests(tensors: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([digest(t) for t in tensors.values()]) if tensors else torch.zeros(0, dtype=torch.int64)
 
 
-def together(each: Tensor) -> Tensor:
-    """Mix many digests into one."""
+def combined(each: Tensor) -> Tensor:
+    """Combine many digests into one."""
     return _weighted(each)
 
 
 def _words(data: Tensor) -> Tensor:
-    if data.storage_offset() % 8:  # views of 64 bits must begin at a multiple of 8
+    if data.storage_offset() % 8:  # a view of 64-bit words must start at a multiple of 8 bytes
         data = data.clone()
     return data.view(torch.int64)
 

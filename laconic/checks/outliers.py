@@ -1,4 +1,4 @@
-"""Who says something else than most, and how workers are named in what we say of them."""
+"""Which workers differ from the majority, and how messages name workers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
-Said = TypeVar("Said")
+Value = TypeVar("Value")
 
 
-def outliers(said: Sequence[Said]) -> tuple[Said, list[int]]:
-    """What most workers say, and who says something else.
+def outliers(values: Sequence[Value]) -> tuple[Value, list[int]]:
+    """Return the most common value, and the workers that have another.
 
     >>> outliers([4, 8, 4])
     (4, [1])
     """
-    usual = Counter(said).most_common(1)[0][0]
-    return usual, [worker for worker, each in enumerate(said) if each != usual]
+    usual = Counter(values).most_common(1)[0][0]
+    return usual, [worker for worker, each in enumerate(values) if each != usual]
 
 
 def names(workers: Sequence[int]) -> str:
-    """Workers in words.
+    """Format workers for a message.
 
     >>> names([2]), names([1, 3])
     ('worker 2', 'workers 1, 3')

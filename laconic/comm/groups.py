@@ -1,7 +1,7 @@
-"""With whom: levels of groups, innermost first.
+"""Levels of process groups, innermost first.
 
-A plan names a level by how many workers are in one of its groups. Which workers those are is found here: consecutive
-ones of the whole group, or the groups that the user has already, from a DeviceMesh or as process groups.
+A plan names a level by how many workers are in one of its groups. The members are consecutive workers of the whole
+group, or those of groups that the user has already, from a DeviceMesh or as process groups.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Given: TypeAlias = DeviceMesh | Sequence[dist.ProcessGroup]
 
 
 class Levels:
-    """The groups that this worker is in, each with its queue; the one of all workers is always there.
+    """The groups that this worker is in, each with its queue; the one of all workers always exists.
 
-    The others are made by `prepare`, when all workers know that they want the same.
+    `prepare` makes the others, once all workers have agreed on the plan. `device` is where the averaged tensors are.
     """
 
     def __init__(
@@ -35,23 +35,27 @@ class Levels:
         ledger: Ledger,
         given: Given | None = None,
         timeout_s: float | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._given = {} if given is None else _by_size(given)
         self._whole = group
-        self._ledger = ledger
-        self.check(plan_levels)  # before any group is made: whoever is refused leaves nobody waiting
-        self._timeout_s = timeout_s
-        self.world = CollectiveQueue(group, ledger, timeout_s=timeout_s)
+        self._ledger, self._timeout_s, self._device = ledger, timeout_s, device
+        self.check(plan_levels)  # before any group is made: a worker that is refused leaves no other waiting
+        self.world = self._queue(group, "world")
         self._queues: dict[Level, CollectiveQueue] = {None: self.world, self.world.workers: self.world}
+
+    def _queue(self, group: dist.ProcessGroup | None, name: str) -> CollectiveQueue:
+        return CollectiveQueue(group, self._ledger, name, timeout_s=self._timeout_s, device=self._device)
 
     @property
     def workers(self) -> int:
         """How many workers there are in all."""
         return 1 if self._whole is None else self._whole.size()
 
-    def check(self, wanted: Sequence[Level]) -> None:
+    def check(self, plan_levels: Sequence[Level]) -> None:
         """Refuse levels that do not fit these workers, or of which the last is not all of them."""
-        for size in (self._size(level) for level in wanted):
+        sizes = [self._size(level) for level in plan_levels]
+        for size in sizes:
             if self.workers % size:
                 raise ValueError(
                     f"the plan asks for groups of {size}, and {self.workers} workers cannot be divided so. "
@@ -62,26 +66,29 @@ class Levels:
                     f"the plan asks for groups of {size}, and levels= has groups of "
                     f"{', '.join(map(str, self._given))}. Make the two agree."
                 )
-        if wanted and self._size(wanted[-1]) != self.workers:
+        if sizes and sizes[-1] != self.workers:
             raise ValueError(
-                f"the plan's last groups have {self._size(wanted[-1])} workers, and there are {self.workers}. The last "
-                f"level must be all of them: write {self.workers} there, or start {self._size(wanted[-1])} workers."
+                f"the plan's last groups have {sizes[-1]} workers, and there are {self.workers}. The last "
+                f"level must be all of them: write {self.workers} there, or start {sizes[-1]} workers."
             )
 
-    def prepare(self, wanted: Sequence[Level]) -> None:
-        """Make the groups of these levels, on all workers together, unless they are there."""
-        self.check(wanted)
-        for level in wanted:
+    def prepare(self, plan_levels: Sequence[Level]) -> None:
+        """Make the groups of these levels, on all workers together, unless they exist."""
+        self.check(plan_levels)
+        for level in plan_levels:
             size = self._size(level)
             if size not in self._queues:
-                name = f"groups of {size}"
-                self._queues[size] = CollectiveQueue(
-                    self._group(size), self._ledger, level=name, timeout_s=self._timeout_s
-                )
+                self._queues[size] = self._queue(self._group(size), f"groups of {size}")
             self._queues[level] = self._queues[size]
 
+    def regrouped(self, plan_levels: Sequence[Level], group: dist.ProcessGroup) -> Levels:
+        """Make the levels of another group, with the same ledger and timeout."""
+        levels = Levels(plan_levels, group, self._ledger, None, self._timeout_s, self._device)
+        levels.prepare(plan_levels)
+        return levels
+
     def __getitem__(self, level: Level) -> CollectiveQueue:
-        """Find the queue of a level that was prepared."""
+        """Return the queue of a level that was prepared."""
         return self._queues[level]
 
     def named(self) -> list[Level]:
@@ -89,17 +96,17 @@ class Levels:
         return [level for level in self._queues if level is not None]
 
     def close(self) -> None:
-        """End all queues."""
+        """End the threads of all queues."""
         for queue in dict.fromkeys(self._queues.values()):
             queue.close()
 
     def abandon(self) -> None:
-        """Leave all queues behind, with what is under way."""
+        """Leave all queues behind, with their collectives in flight."""
         for queue in dict.fromkeys(self._queues.values()):
             queue.abandon()
 
     def raise_if_broken(self) -> None:
-        """Raise what broke a group in a backward pass, which cannot raise it itself: DDP's C++ would not pass it on."""
+        """Raise the error that broke a collective in backward: DDP's C++ would not pass it on."""
         for queue in self._queues.values():
             if queue.broken is not None:
                 raise queue.broken
@@ -119,7 +126,7 @@ def subgroup_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     """Make the subgroup of `size` consecutive workers of `group` that this worker is in.
 
     Where `group` is the whole world, every worker makes every subgroup, as torch does. Otherwise only its members make
-    a subgroup, so that other groups in the same world need not make theirs at the same time.
+    a subgroup: other groups of the same world need not make theirs at the same time.
     """
     ranks = dist.get_process_group_ranks(group)
     if size < 1 or len(ranks) % size:
@@ -141,10 +148,10 @@ def subgroup_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
 
 
 def workers_on_this_machine(most: int) -> int:
-    """Tell how many workers share a machine: what the launcher says, else the GPUs here, else all, `most`."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if said.isdigit() and int(said) > 0:
-        return min(int(said), most)
+    """Return how many workers share a machine: what the launcher set, else the number of GPUs, else all, `most`."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local.isdigit() and int(local) > 0:
+        return min(int(local), most)
     return min(torch.accelerator.device_count() or most, most)
 
 

@@ -20,62 +20,19 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
 from laconic.comm.collectives import Group, launch
-from laconic.comm.requests import Averaged, Exchange, Request, operation, payload_bytes
+from laconic.comm.requests import Averaged, Exchange, gather, operation, payload_bytes
+from laconic.comm.running import Batch, Running, new_future
 from laconic.comm.timeout import CollectiveTimeout
 from laconic.ledger import Ledger
 from laconic.torch_private.distributed import ordered_by_stream, second_group
-
-
-@dataclass(eq=False)
-class _Batch:
-    """Exchanges that were submitted together: the futures get their values when the last of them has ended."""
-
-    values: list[Tensor]
-    futures: list[Future[Tensor]]
-    running: int
-    quiet: bool = False
-
-    def one_ended(self) -> None:
-        self.running -= 1
-        if self.running == 0:
-            for future, value in zip(self.futures, self.values, strict=True):
-                if not future.done():
-                    future.set_result(value)
-
-    def fail(self, error: BaseException) -> None:
-        if self.quiet:
-            self.running = 1
-            self.one_ended()
-        for future in self.futures:
-            if not future.done():
-                # torch's Future accepts any exception, whatever its annotation says.
-                future.set_exception(error)  # type: ignore[arg-type]
-
-
-@dataclass(eq=False)
-class _Running:
-    """An exchange, the request that is being served, and the collective in flight for it."""
-
-    exchange: Exchange
-    batch: _Batch
-    phase: str
-    step: int
-    ended: bool = False
-    result: Averaged | None = None
-    round: int = 0
-    request: Request | None = None
-    collectives: Generator[Any, None, Tensor] | None = None
-    work: Any = None
-    launched_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -119,8 +76,8 @@ class CollectiveQueue:
             self.timeout = CollectiveTimeout(self.group, timeout_s)
         self.broken: BaseException | None = None
         """The error that ended a collective. The order is lost then: nothing more can run."""
-        self._items: queue.SimpleQueue[_Running | _Flush | _Stop] = queue.SimpleQueue()
-        self._active: list[_Running] = []
+        self._items: queue.SimpleQueue[Running | _Flush | _Stop] = queue.SimpleQueue()
+        self._active: list[Running] = []
         self._thread: threading.Thread | None = None
         self._stop: Callable[[], object] | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -141,13 +98,13 @@ class CollectiveQueue:
         values: Sequence[Tensor],
         futures: Sequence[Future[Tensor]],
         quiet: bool = False,
-    ) -> list[_Running]:
+    ) -> list[Running]:
         """Queue exchanges; when all have ended, the futures get `values`.
 
         With `quiet` they do so after an error, too: the caller looks at `broken` before it uses the values.
         """
-        batch = _Batch(list(values), list(futures), len(exchanges), quiet)
-        started = [_Running(exchange, batch, phase, self.ledger.step) for exchange in exchanges]
+        batch = Batch(list(values), list(futures), len(exchanges), quiet)
+        started = [Running(exchange, batch, phase, self.ledger.step) for exchange in exchanges]
         for running in started:
             if self._inline:
                 self._run_inline(running)
@@ -172,13 +129,19 @@ class CollectiveQueue:
         assert running.result is not None
         return running.result
 
-    def run_all(self, exchanges: Sequence[Exchange] | Iterator[Exchange], phase: str) -> None:
+    def run_all(self, exchanges: Iterable[Exchange], phase: str) -> None:
         """Run exchanges together, and wait for all of them."""
-        nothing = torch.empty(0)
-        futures = [self.submit(exchange, phase, nothing) for exchange in exchanges]
-        self.flush()
-        for future in futures:
+        started = list(exchanges)
+        if started:
+            nothing = torch.empty(0)
+            future = new_future(nothing)
+            self.submit_all(started, phase, [nothing], [future])
+            self.flush()
             future.wait()
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Gather `x` from every worker, on the host: [workers, *x.shape]. Every worker calls it and waits."""
+        return x.cpu()[None] if self.workers == 1 else self.run(gather(x.to(self.device)), "control").mean[""]
 
     def close(self) -> None:
         """End the thread. torch's `destroy_process_group` destroys the group itself."""
@@ -199,7 +162,7 @@ class CollectiveQueue:
         # Also at the interpreter's exit, for loops that never detach: a thread that outlives it aborts the process.
         self._stop = weakref.finalize(self, _end_thread, self._items, self._thread)
 
-    def _run_inline(self, running: _Running) -> None:
+    def _run_inline(self, running: Running) -> None:
         value = running.batch.values[0]
         with torch.no_grad(), self._own_stream(value.device) if value.is_cuda else contextlib.nullcontext():
             while not running.ended:
@@ -214,7 +177,7 @@ class CollectiveQueue:
         with torch.cuda.stream(self._stream):
             yield
 
-    def _serve_item(self, item: _Running | _Flush) -> None:
+    def _serve_item(self, item: Running | _Flush) -> None:
         if isinstance(item, _Flush):
             while self._active:
                 self._advance_all(self._active)
@@ -224,12 +187,12 @@ class CollectiveQueue:
             older, self._active = self._active, [*self._active, item]
             self._advance_all([item, *older])
 
-    def _advance_all(self, some: Sequence[_Running]) -> None:
+    def _advance_all(self, some: Sequence[Running]) -> None:
         for running in list(some):
             self._advance(running)
         self._active = [running for running in self._active if not running.ended]
 
-    def _advance(self, running: _Running) -> None:
+    def _advance(self, running: Running) -> None:
         """Wait for the collective in flight, pass its result on, and launch the next."""
         if running.ended:
             return
@@ -243,7 +206,7 @@ class CollectiveQueue:
                 each.ended = True
                 each.batch.fail(error)
 
-    def _launch_next(self, running: _Running) -> None:
+    def _launch_next(self, running: Running) -> None:
         while True:
             result = None
             if running.collectives is not None:
@@ -265,14 +228,14 @@ class CollectiveQueue:
             running.launched_s = time.perf_counter()
             running.work, running.collectives = None, launch(running.request, self.group)
 
-    def _wait(self, running: _Running) -> None:
+    def _wait(self, running: Running) -> None:
         if self.timeout is None:
             running.work.wait()
         else:
             what = f"step {running.step}, {running.phase} among {self.workers} workers ({self.level})"
             self.timeout.wait(running.work, what)
 
-    def _record(self, running: _Running) -> None:
+    def _record(self, running: Running) -> None:
         assert running.request is not None
         self.ledger.record(
             operation(running.request),
@@ -286,13 +249,13 @@ class CollectiveQueue:
         )
 
 
-def _end_thread(items: queue.SimpleQueue[_Running | _Flush | _Stop], thread: threading.Thread) -> None:
+def _end_thread(items: queue.SimpleQueue[Running | _Flush | _Stop], thread: threading.Thread) -> None:
     items.put(_Stop())
     if thread is not threading.current_thread():
         thread.join(timeout=10)
 
 
-def _serve(collectives: weakref.ref[CollectiveQueue], items: queue.SimpleQueue[_Running | _Flush | _Stop]) -> None:
+def _serve(collectives: weakref.ref[CollectiveQueue], items: queue.SimpleQueue[Running | _Flush | _Stop]) -> None:
     """The thread. It holds no reference while it waits, so that an unused queue can be collected."""
     with torch.no_grad():
         while True:
@@ -307,15 +270,3 @@ def _serve(collectives: weakref.ref[CollectiveQueue], items: queue.SimpleQueue[_
                 return
             serving._serve_item(item)
             del serving, item
-
-
-def new_future(value: Tensor) -> Future[Tensor]:
-    """Make a future that can hold `value`, and on CUDA its events."""
-    return Future(devices=[value.device]) if value.is_cuda else Future()
-
-
-def resolved(value: Tensor) -> Future[Tensor]:
-    """Make a future that has its value already."""
-    future = new_future(value)
-    future.set_result(value)
-    return future

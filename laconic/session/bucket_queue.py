@@ -1,9 +1,9 @@
-"""DDP's buckets as they come, and the layout that a resumed run repeats.
+"""DDP's buckets in the order in which they become ready, and the layout that a resumed run repeats.
 
-DDP lays its buckets out anew after the first backward, by the order in which gradients arrived. A resumed run starts
-with the old layout once more. Where the layout matters to the last bit (which sums share a message; what a batched
-codec takes for one matrix), the first backward after loading is held back until all buckets are there, and then
-averaged in the layout that was saved.
+DDP rebuilds its buckets after the first backward, by the order in which gradients became ready. A resumed run starts
+with the old layout once more. Where the layout decides the last bit (which sums share a message; what a batched codec
+takes for one matrix), the first backward after loading waits until all buckets are ready, and averages them in
+the layout that was saved.
 """
 
 from __future__ import annotations
@@ -13,107 +13,22 @@ from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
-from laconic.comm.averaging import written
-from laconic.comm.queue import CollectiveQueue, new_future
+from laconic.comm.queue import CollectiveQueue
 from laconic.comm.requests import Exchange
+from laconic.comm.running import new_future
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
+    from torch.distributed import GradBucket
 
-Begin = Callable[[Mapping[str, Tensor]], Exchange]
-Named = Callable[[Sequence[Tensor], Sequence[Tensor]], dict[str, Tensor]]
+Average = Callable[[dict[str, Tensor]], Exchange]
+"""Averages a bucket, and writes the means over it."""
 
 TOGETHER_BYTES = 512 << 20
-"""On CUDA, buckets are averaged together until they hold this much: launches cost more there than bytes."""
-
-
-@dataclass(eq=False)
-class BucketQueue:
-    """Submits exchanges for buckets, in order: one each, or one for several on CUDA."""
-
-    queue: CollectiveQueue
-    layout: list[list[str]] = field(default_factory=list)
-    """Names by exchange, as of the last backward."""
-    phase: str = "gradient"
-    quiet: bool = False
-    """Whether errors are left for whoever steps the optimizer to find: DDP's backward cannot raise them as they are."""
-    _coming: list[list[str]] = field(default_factory=list)
-    _repeat: list[list[str]] | None = None
-    _held: list[_Bucket] = field(default_factory=list)
-    _joined: list[_Joined] = field(default_factory=list)
-
-    def repeat(self, layout: Sequence[Sequence[str]]) -> None:
-        """Average the next backward in this layout, whatever DDP's is."""
-        self._repeat = [list(names) for names in layout] or None
-
-    def take(self, tensors: dict[str, Tensor], flat: Tensor, last: bool, begin: Begin) -> Future[Tensor]:
-        """Average one bucket; the future's value is `flat` with the means in it."""
-        bucket = _Bucket(tensors, flat, new_future(flat))
-        self._held.append(bucket)
-        if last or (self._repeat is None and self._enough()):
-            self._release(begin, last)
-        if last:
-            self.layout, self._coming, self._repeat = self._coming, [], None
-            del self._joined[len(self.layout) :]
-            self.queue.flush()
-        return bucket.future
-
-    def _enough(self) -> bool:
-        last = self._held[-1].flat
-        return not last.is_cuda or sum(b.flat.numel() * b.flat.element_size() for b in self._held) >= TOGETHER_BYTES
-
-    def _release(self, begin: Begin, last: bool) -> None:
-        held, self._held = self._held, []
-        if self._repeat is None:
-            buckets = [self._join([bucket.tensors for bucket in held])]
-        else:
-            buckets = self._as_saved({name: t for bucket in held for name, t in bucket.tensors.items()}, held)
-        self._coming += [list(bucket) for bucket in buckets]
-        exchanges = [written(begin(bucket), bucket) for bucket in buckets]
-        values, futures = [b.flat for b in held], [b.future for b in held]
-        self.queue.submit_all(exchanges, self.phase, values, futures, self.quiet)
-
-    def _join(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Join what is averaged together: the very dict of the last backward if its parts are the same."""
-        place = len(self._coming)
-        known = self._joined[place] if place < len(self._joined) else None
-        if known is not None and len(known.parts) == len(parts) and all(map(is_, known.parts, parts)):
-            return known.whole
-        whole = parts[0] if len(parts) == 1 else {name: t for part in parts for name, t in part.items()}
-        self._joined[place:] = [_Joined(parts, whole)]
-        return whole
-
-    def _as_saved(self, tensors: dict[str, Tensor], held: Sequence[_Bucket]) -> list[dict[str, Tensor]]:
-        assert self._repeat is not None
-        if sorted(tensors) != sorted(name for names in self._repeat for name in names):
-            return [bucket.tensors for bucket in held]  # another model than the saved one: its own layout then
-        return [{name: tensors[name] for name in names} for names in self._repeat]
-
-
-class BucketViews:
-    """The gradients of DDP's buckets by name: the very same dicts from backward to backward, while DDP's memory stays.
-
-    To make hundreds of views anew costs more time than to average them. A view keeps its memory, so an address that is
-    known means the memory that is known.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[int, Sequence[Tensor], dict[str, Tensor]]] = {}
-
-    def tensors(self, bucket: GradBucket, named: Named) -> dict[str, Tensor]:
-        """Return the bucket's gradients, named by `named` from parameters and gradients where they are not known."""
-        params, address = bucket.parameters(), bucket.buffer().data_ptr()
-        known = self._known.get(bucket.index())
-        if known is not None:
-            if known[0] == address and len(known[1]) == len(params) and all(map(is_, known[1], params)):
-                return known[2]
-            self._known.clear()  # laid out anew: let go of the old memory
-        tensors = named(params, bucket.gradients())
-        self._known[bucket.index()] = (address, params, tensors)
-        return tensors
+"""On CUDA, buckets are averaged together up to this size: launches cost more there than bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,3 +42,101 @@ class _Bucket:
 class _Joined:
     parts: list[dict[str, Tensor]]
     whole: dict[str, Tensor]
+
+
+@dataclass(eq=False)
+class BucketQueue:
+    """Submits exchanges for buckets, in order: one each, or one for several on CUDA."""
+
+    queue: CollectiveQueue
+    layout: list[list[str]] = field(default_factory=list)
+    """Names by exchange, as of the last backward."""
+    phase: str = "gradient"
+    quiet: bool = False
+    """Whether the caller looks for errors before the optimizer's step: DDP's backward cannot raise them as they are."""
+    _next_layout: list[list[str]] = field(default_factory=list)
+    _repeat: list[list[str]] | None = None
+    _waiting: list[_Bucket] = field(default_factory=list)
+    _joined: list[_Joined] = field(default_factory=list)
+
+    def repeat(self, layout: Sequence[Sequence[str]]) -> None:
+        """Average the next backward in this layout, whatever DDP's is."""
+        self._repeat = [list(names) for names in layout] or None
+
+    def take(self, tensors: dict[str, Tensor], flat: Tensor, last: bool, average: Average) -> Future[Tensor]:
+        """Average one bucket; the future's value is `flat` with the means in it."""
+        bucket = _Bucket(tensors, flat, new_future(flat) if flat.is_cuda else Future())
+        self._waiting.append(bucket)
+        enough = not flat.is_cuda or sum(b.flat.nbytes for b in self._waiting) >= TOGETHER_BYTES
+        if last or (self._repeat is None and enough):
+            self._submit(average)
+        if last:
+            self.layout, self._next_layout, self._repeat = self._next_layout, [], None
+            del self._joined[len(self.layout) :]
+            self.queue.flush()
+        return bucket.future
+
+    def _submit(self, average: Average) -> None:
+        ready, self._waiting = self._waiting, []
+        if self._repeat is not None:
+            buckets = self._as_saved(ready, self._repeat)
+        elif len(ready) == 1:
+            buckets = [ready[0].tensors]
+        else:
+            buckets = [self._join([bucket.tensors for bucket in ready])]
+        self._next_layout += [list(bucket) for bucket in buckets]
+        exchanges = [average(bucket) for bucket in buckets]
+        self.queue.submit_all(exchanges, self.phase, [b.flat for b in ready], [b.future for b in ready], self.quiet)
+
+    def _join(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Join buckets that are averaged together: the same dict as in the last backward if its parts are the same."""
+        index = len(self._next_layout)
+        known = self._joined[index] if index < len(self._joined) else None
+        if known is not None and len(known.parts) == len(parts) and all(map(is_, known.parts, parts)):
+            return known.whole
+        whole = {name: t for part in parts for name, t in part.items()}
+        self._joined[index:] = [_Joined(parts, whole)]
+        return whole
+
+    @staticmethod
+    def _as_saved(ready: Sequence[_Bucket], layout: list[list[str]]) -> list[dict[str, Tensor]]:
+        tensors = {name: t for bucket in ready for name, t in bucket.tensors.items()}
+        if sorted(tensors) != sorted(name for names in layout for name in names):
+            return [bucket.tensors for bucket in ready]  # not the model that was saved: use its own layout
+        return [{name: tensors[name] for name in names} for names in layout]
+
+
+class BucketViews:
+    """The gradients of DDP's buckets by name: the same dicts in every backward, as long as DDP keeps its memory.
+
+    Making hundreds of views costs more time than averaging them. A view keeps its memory alive, so a known address
+    means known memory.
+    """
+
+    def __init__(self, name_of: Mapping[int, str]) -> None:
+        self._name_of = name_of
+        self._known: dict[int, tuple[int, Sequence[Tensor], dict[str, Tensor]]] = {}
+
+    def tensors(self, bucket: GradBucket) -> dict[str, Tensor]:
+        """Return the bucket's gradients, by the name of their parameter."""
+        params, address = bucket.parameters(), bucket.buffer().data_ptr()
+        known = self._known.get(bucket.index())
+        if known is not None:
+            if known[0] == address and len(known[1]) == len(params) and all(map(is_, known[1], params)):
+                return known[2]
+            self._known.clear()  # DDP has rebuilt its buckets: release the old memory
+        grads = bucket.gradients()
+        tensors = {self._name_of[id(p)]: as_laid_out(g, p) for p, g in zip(params, grads, strict=True)}
+        self._known[bucket.index()] = (address, params, tensors)
+        return tensors
+
+
+def as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """View a gradient of a DDP bucket with its parameter's strides.
+
+    DDP writes gradients in their parameters' memory layout, but shows a hook each as if it were row-major: of a
+    transposed or channels_last parameter that is another matrix.
+    """
+    if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+        return gradient  # DDP keeps permutations of row-major strides, and only those
+    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())

@@ -1,9 +1,12 @@
-"""DDP's side of a talk. DDP takes one hook in its life; this one forwards to whichever talk is attached."""
+"""DDP models: gradients are averaged in DDP's communication hook, while backward goes on.
+
+A DDP model takes one hook in its life. Ours passes buckets to the session that is attached, or averages as DDP does.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
@@ -11,73 +14,141 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.checks.headers import Headers, PendingHeaders
+from laconic.codecs import Codec
+from laconic.comm.running import resolved
+from laconic.plans.plan import Plan
+from laconic.plans.schedules import Level, Sync
+from laconic.session.bucket_queue import BucketQueue, BucketViews
+from laconic.session.gradients import GradientAverager
+from laconic.session.stop import StepHeaders
+
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
+    from torch.distributed import GradBucket
 
 TakesBucket: TypeAlias = "Callable[[GradBucket], Future[Tensor]]"
 
 
-class Dispatcher:
-    """Forwards DDP's buckets to what is attached, or averages as DDP does."""
+class _Hook:
+    """The one hook of a DDP model."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.take: TakesBucket | None = None
         self.group: dist.ProcessGroup = ddp.process_group
-        # Weakly: DDP holds its hook and so this dispatcher, and a cycle through C++ would never be collected.
+        # A weak reference: DDP holds its hook, and a cycle through C++ would never be collected.
         self._ddp = weakref.ref(ddp)
         self._broadcast_buffers = ddp.broadcast_buffers
         self._now = (True, True)
 
-    def let_talk(self, buckets: bool, buffers: bool) -> None:
-        """Say what DDP may send in the next step: its buckets and their bitmap; the buffers that it broadcasts.
-
-        In a step of silence that is nothing at all.
-        """
+    def allow(self, buckets: bool, buffers: bool) -> None:
+        """Set what DDP may send in the next step: its buckets with their bitmap, and the buffers that it broadcasts."""
         ddp = self._ddp()
         if ddp is None or (buckets, buffers) == self._now:
             return
         self._now = (buckets, buffers)
         ddp.broadcast_buffers = buffers and self._broadcast_buffers
-        if not ddp.static_graph:  # which must see every backward; its buckets come to us and stay
+        if not ddp.static_graph:  # which must see every backward: its buckets reach `take`, and stay local there
             ddp.require_backward_grad_sync = buckets
 
-    def __call__(self, bucket: GradBucket) -> Future[Tensor]:
-        """Average one bucket."""
-        if self.take is not None:
-            return self.take(bucket)
-        flat = bucket.buffer().div_(self.group.size())
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
-        assert work is not None
-        future: Future[Any] = work.get_future()
-        return future.then(lambda f: f.value()[0])
+
+# Without annotations: DDP compares them with its own classes, and here they would be strings.
+def _average_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Average one bucket: in the session that is attached, or as DDP does."""
+    if hook.take is not None:
+        return hook.take(bucket)
+    flat = bucket.buffer().div_(hook.group.size())
+    work = dist.all_reduce(flat, group=hook.group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
 
 
-# Without annotations, as DDP compares them to its own classes and these are strings here.
-def _forward_bucket(dispatcher, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    return dispatcher(bucket)
+_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, _Hook] = weakref.WeakKeyDictionary()
 
 
-_dispatchers: weakref.WeakKeyDictionary[DistributedDataParallel, Dispatcher] = weakref.WeakKeyDictionary()
-
-
-def dispatcher_of(ddp: DistributedDataParallel) -> Dispatcher:
-    """Find the dispatcher of a DDP model, or install one."""
-    known = _dispatchers.get(ddp)
+def _hook_of(ddp: DistributedDataParallel) -> _Hook:
+    known = _hooks.get(ddp)
     if known is None:
-        known = Dispatcher(ddp)
+        known = _Hook(ddp)
         try:
-            ddp.register_comm_hook(known, _forward_bucket)
+            ddp.register_comm_hook(known, _average_bucket)
         except RuntimeError as error:
             raise RuntimeError(
                 "attach: this DDP model already has a communication hook, and DDP takes only one. "
-                "Make the model anew without register_comm_hook; the plan says how gradients travel."
+                "Make the model again without register_comm_hook; the plan defines how gradients are sent."
             ) from error
-        _dispatchers[ddp] = known
+        _hooks[ddp] = known
     return known
 
 
+class DDPPath:
+    """Averages the buckets of a DDP model."""
+
+    in_backward = True
+
+    def __init__(self, ddp: DistributedDataParallel, averager: GradientAverager, headers: StepHeaders) -> None:
+        self._averager = averager
+        self._ddp = ddp
+        self._step_headers = headers
+        self._hook: _Hook | None = None
+        self._views = BucketViews(averager.model_state.name_of)
+        self._queues: dict[Level, BucketQueue] = {}
+        self._sync: Sync | None = None
+        self._headers: PendingHeaders | None = None
+
+    def check_plan(self, plan: Plan) -> None:
+        """Accept every plan."""
+
+    def install(self) -> None:
+        """Take DDP's buckets from now on. Refuses a model that has another hook."""
+        self._hook = _hook_of(self._ddp)
+        self._hook.take = self._take
+
+    def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
+        """Prepare for the next step. Where no gradients are averaged, DDP sends nothing at all."""
+        self._averager.begin_step(sync, codec)
+        self._sync = sync
+        assert self._hook is not None, "install() comes first"
+        self._hook.allow(sync is not None, sync is not None and sync.level is None)
+
+    def _take(self, bucket: GradBucket) -> Future[Tensor]:
+        if self._sync is None:
+            return resolved(bucket.buffer())
+        if self._headers is None and self._step_headers.stop_due:
+            self._headers = PendingHeaders(self._averager.levels.world, self._step_headers.stop_header())
+        queue = self._queues.get(self._sync.level) or self._queue(self._sync.level)
+        tensors = self._views.tensors(bucket)
+        return queue.take(tensors, bucket.buffer(), bucket.is_last(), self._averager.average)
+
+    def _queue(self, level: Level) -> BucketQueue:
+        return self._queues.setdefault(level, BucketQueue(self._averager.levels[level], quiet=True))
+
+    def average_now(self) -> Headers | None:
+        """Do nothing: gradients are averaged in backward."""
+        return None
+
+    def before_optimizer(self) -> Headers | None:
+        """Return the headers that were exchanged beside the gradients. DDP's backward has waited for these."""
+        headers, self._headers = self._headers, None
+        return None if headers is None else headers.wait()
+
+    def layout(self) -> dict[str, list[list[str]]]:
+        """Return the names of the parameters of each exchange of the last backward, by level."""
+        return {str(level): queue.layout for level, queue in self._queues.items()}
+
+    def repeat_layout(self, layout: Mapping[str, Any]) -> None:
+        """Average the next backward in this layout."""
+        for level in (None, *self._averager.levels.named()):
+            if str(level) in layout:
+                self._queue(level).repeat(layout[str(level)])
+
+    def detach(self) -> None:
+        """Let DDP average gradients itself again, unless another session has taken its hook."""
+        if self._hook is not None and self._hook.take == self._take:
+            self._hook.take = None
+            self._hook.allow(True, True)
+
+
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """Find the DDP model in what torch.compile has wrapped, if it is one."""
+    """Return the DDP model, also inside what torch.compile has wrapped; None for another model."""
     while isinstance(getattr(model, "_orig_mod", None), nn.Module):
         model = model._orig_mod  # type: ignore[assignment]
     return model if isinstance(model, DistributedDataParallel) else None

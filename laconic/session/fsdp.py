@@ -1,156 +1,181 @@
-"""Models sharded by FSDP2: replicas agree about their shards.
+"""Models sharded by FSDP2: workers that hold the same shard average it.
 
-Inside a replica torch shards, gathers and reduces as always. Between replicas, workers that hold the same shard agree
-about it as the plan says: about its gradient inside backward, when FSDP has reduced it, and about its weights after the
-optimizer's step. No parameter is ever gathered for that.
+Inside a replica torch shards, gathers and reduces as always. Between replicas, workers that hold the same shard average
+its gradient inside backward, after FSDP has reduced it, and its weights after the optimizer's step. No parameter is
+gathered for that.
 
-FSDP calls one hook for each of its parameter groups. Where the buffer that it hands over becomes the gradient as it is,
-the exchange runs beside backward, and backward ends when all have ended; elsewhere FSDP waits for it.
+FSDP calls one hook for each of its parameter groups. Where the buffer that it passes becomes the gradient as it is,
+the exchange runs while backward goes on, and backward ends when all exchanges have; otherwise FSDP waits for it.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.futures import Future
 
 from laconic.checks.agreement import agree
+from laconic.checks.headers import Headers, exchange_headers
 from laconic.codecs import Codec, Exact
 from laconic.comm.averaging import write, written
 from laconic.comm.requests import State
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Payload
-from laconic.session.fsdp_units import Unit
-from laconic.session.model_state import ModelState, local_of
+from laconic.plans.schedules import Payload, Sync
+from laconic.session.gradients import GradientAverager
+from laconic.session.model_state import local_of
+from laconic.session.stop import StepHeaders
+from laconic.torch_private.autograd import at_end_of_backward, backward_id
+from laconic.torch_private.fsdp import Unit
 
 logger = logging.getLogger(__name__)
 
-Now: TypeAlias = Callable[[], Codec | None]
-"""How gradients of this step travel; None in silence."""
-
 
 @dataclass(frozen=True, eq=False)
-class _Message:
-    """One unit's gradients on their way, and what its parameters had for gradients before."""
+class _Pending:
+    """One unit's gradients that are being averaged, and what its parameters had for gradients before."""
 
     backward: int
     params: list[nn.Parameter]
     pieces: list[Tensor]
     before: list[Tensor | None]
-    arrives: Future[Tensor]
+    future: Future[Tensor]
 
 
-class Sharded:
-    """FSDP's side of a session: takes every unit's gradients, and gives them back averaged."""
+class ShardedPath:
+    """Averages the gradients of FSDP's parameter groups between replicas."""
 
-    def __init__(self, units: Sequence[Unit], model_state: ModelState, now: Now) -> None:
+    in_backward = True
+
+    def __init__(self, units: Sequence[Unit], averager: GradientAverager, headers: StepHeaders) -> None:
         self._units = list(units)
-        self._model_state = model_state
-        self._now = now
-        self._on_their_way: list[_Message] = []
-        self._kept_back: set[str] = set()
+        self._averager = averager
+        self._model_state = averager.model_state
+        self._queue = averager.levels.world
+        self._headers = headers
+        self._codec: Codec | None = None
+        self._pending: list[_Pending] = []
+        self._kept_local: set[str] = set()
+        """Parameters whose gradients earlier backwards of this step have reduced inside a replica only."""
         self._warned: set[int] = set()
-        agree(model_state.queue, "the shards that they hold", _shard_facts(model_state.originals))
-        self._listen()
+        agree(self._queue, "the shards that they hold", _shard_facts(self._model_state.originals))
 
-    def _listen(self) -> None:
+    def check_plan(self, plan: Plan) -> None:
+        """Refuse plans with groups inside a replica."""
+        check_sharded_plan(self._units, plan)
+
+    def install(self) -> None:
+        """Take the gradients of every unit from now on."""
         try:
             for unit in self._units:
-                if _is_group(unit.replicas, self._model_state.queue.group):
+                if _same_workers(unit.replicas, self._queue.group):
                     unit.take_over()
-                unit.listen(partial(self._take, unit))
+                unit.set_hook(partial(self._take, unit))
         except BaseException:
-            self.remove()
+            self.detach()
             raise
 
-    def remove(self) -> None:
-        """Let torch do what it did before."""
-        for unit in self._units:
-            unit.listen(None)
-            unit.give_back()
+    def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
+        """Prepare for the next step. FSDP itself sends nothing between replicas."""
+        self._codec = None if codec is None else self._averager.chosen(codec, self._queue)
+        self._kept_local.clear()
 
-    def let_talk(self, buckets: bool, buffers: bool) -> None:
-        """Begin a step. FSDP sends nothing between replicas by itself, so there is nothing to forbid."""
-        self._kept_back.clear()
+    def average_now(self) -> Headers | None:
+        """Do nothing: gradients are averaged in backward."""
+        return None
+
+    def before_optimizer(self) -> Headers | None:
+        """Exchange headers where they are due."""
+        return exchange_headers(self._queue, self._headers.stop_header()) if self._headers.stop_due else None
+
+    def layout(self) -> dict[str, list[list[str]]]:
+        """Return nothing: the layout follows from FSDP's units."""
+        return {}
+
+    def repeat_layout(self, layout: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def detach(self) -> None:
+        """Let torch average as it did before."""
+        for unit in self._units:
+            unit.set_hook(None)
+            unit.give_back()
 
     def _take(self, unit: Unit, flat: Tensor) -> None:
         """FSDP's hook: what is in `flat` when it returns, or when backward ends, is the gradient."""
-        if flat.is_cuda:  # FSDP may let go of it while this stream still reads it
+        if flat.is_cuda:  # FSDP may free it while this stream still reads it
             flat.record_stream(torch.cuda.current_stream(flat.device))
         if unit.missing_factor != 1:
             flat.mul_(unit.missing_factor)
-        codec = self._now()
-        if codec is None:
+        if self._codec is None:
             return
         params = [p for p in unit.params if p.requires_grad]
         names = [self._model_state.name_of.get(id(p), "") for p in params]
-        if not unit.may_talk:
-            self._kept_back.update(names)
+        if not unit.may_sync:
+            self._kept_local.update(names)
             return
         pieces = unit.cut(flat, [self._model_state.params[name].shape for name in names if name])
         if pieces is None:
-            self._send_whole(unit, names, flat)
+            self._average_whole(unit, names, flat)
             return
-        self._add_kept_back(params, names, pieces)
+        self._add_kept_local(params, names, pieces)
         tensors = dict(zip(names, pieces, strict=True))
-        beside = unit.becomes_gradient(flat)
-        arrives = self._send(tensors, self._model_state.state["gradient"], codec, flat, wait=not beside)
-        if beside:
-            backward = torch._C._current_graph_task_id()
-            self._on_their_way.append(_Message(backward, params, pieces, [p.grad for p in params], arrives))
+        in_place = unit.becomes_gradient(flat)
+        future = self._average(tensors, self._model_state.state["gradient"], self._codec, flat, wait=not in_place)
+        if in_place:
+            self._pending.append(_Pending(backward_id(), params, pieces, [p.grad for p in params], future))
             for p in params:
                 p.grad = None  # so that FSDP makes the buffer the gradient, and does not add it to an older one
-            Variable._execution_engine.queue_callback(self._arrive)
+            at_end_of_backward(self._finish)
 
-    def _send(self, tensors: dict[str, Tensor], state: State, codec: Codec, flat: Tensor, wait: bool) -> Future[Tensor]:
-        queue = self._model_state.queue
-        exchange = self._model_state.routed(codec, queue).average(tensors, state, reuse=True)
-        if flat.is_cuda and queue.device.type == "cpu":
+    def _average(
+        self, tensors: dict[str, Tensor], state: State, codec: Codec, flat: Tensor, wait: bool
+    ) -> Future[Tensor]:
+        exchange = codec.average(tensors, state, reuse=True)
+        if flat.is_cuda and self._queue.device.type == "cpu":
             torch.cuda.current_stream(flat.device).synchronize()  # the queue's thread works on another stream
-        arrives = queue.submit(written(exchange, tensors), Payload.GRADIENT, flat)
+        future = self._queue.submit(written(exchange, tensors), Payload.GRADIENT, flat)
         if wait:
-            queue.flush()
-            arrives.wait()
-        return arrives
+            self._queue.flush()
+            future.wait()
+        return future
 
     @torch.no_grad()
-    def _arrive(self) -> None:
+    def _finish(self) -> None:
         """At the end of backward: wait for all gradients, and add them to those of earlier backwards."""
-        messages, self._on_their_way = self._on_their_way, []
-        self._model_state.queue.flush()
-        for message in messages:
-            message.arrives.wait()
-        backward = torch._C._current_graph_task_id()
-        for message in reversed(messages):  # a unit may come twice: the gradient there now is the later one's
-            if message.backward != backward:  # of one that failed: its gradients are lost
+        pending, self._pending = self._pending, []
+        self._queue.flush()
+        for each in pending:
+            each.future.wait()
+        backward = backward_id()
+        for each in reversed(pending):  # a unit may come twice: its gradient is now that of the later one
+            if each.backward != backward:  # of a backward that failed: its gradients are lost
                 continue
-            for p, piece, before in zip(message.params, message.pieces, message.before, strict=True):
+            for p, piece, before in zip(each.params, each.pieces, each.before, strict=True):
                 assert p.grad is not None
                 write({"": local_of(p.grad)}, {"": piece})
                 if before is not None:
                     local_of(before).add_(piece)
                     p.grad = before
 
-    def _add_kept_back(self, params: Sequence[nn.Parameter], names: Sequence[str], pieces: Sequence[Tensor]) -> None:
-        """Put in what earlier backwards of this step reduced inside the shards only."""
+    def _add_kept_local(self, params: Sequence[nn.Parameter], names: Sequence[str], pieces: Sequence[Tensor]) -> None:
+        """Add what earlier backwards of this step have reduced inside a replica only."""
         for p, name, piece in zip(params, names, pieces, strict=True):
-            if name in self._kept_back and p.grad is not None:
+            if name in self._kept_local and p.grad is not None:
                 piece.add_(local_of(p.grad).to(piece.device))
                 p.grad = None
-        self._kept_back.difference_update(names)
+        self._kept_local.difference_update(names)
 
-    def _send_whole(self, unit: Unit, names: Sequence[str], flat: Tensor) -> None:
-        """Average a buffer that some parameter is missing from, whole and exactly, as nobody knows what is where."""
-        if self._kept_back.intersection(names):
+    def _average_whole(self, unit: Unit, names: Sequence[str], flat: Tensor) -> None:
+        """Average a buffer from which a parameter is missing, whole and exactly: its layout is unknown."""
+        if self._kept_local.intersection(names):
             raise RuntimeError(
                 f"some of {', '.join(names)} got no gradient in this backward, and an earlier one was kept back by "
                 "set_requires_all_reduce(False): the two do not fit together. Use set_requires_gradient_sync(False)."
@@ -158,15 +183,15 @@ class Sharded:
         if id(unit) not in self._warned:
             self._warned.add(id(unit))
             logger.warning(
-                "some of %s got no gradient, and FSDP does not say which: the others of their group are sent exactly, "
-                "whatever the codec. Freeze what is not used, or call set_reduce_scatter_unused_params(True).",
+                "some of %s got no gradient, and FSDP does not tell which: the others of their group are sent exactly, "
+                "whatever the codec. Freeze unused parameters, or call set_reduce_scatter_unused_params(True).",
                 ", ".join(names),
             )
-        self._send({f"unit:{names[0]}": flat}, {}, Exact(), flat, wait=True)
+        self._average({f"unit:{names[0]}": flat}, {}, Exact(), flat, wait=True)
 
 
 def check_sharded_plan(units: Sequence[Unit], plan: Plan) -> None:
-    """Refuse what has no meaning between shards."""
+    """Refuse plans that have no meaning between shards."""
     if units and plan.topology.inner is not None:
         raise ValueError(
             f"{plan!r}: a sharded model has its inner groups in its mesh. Let FSDP average there, with a 2-D mesh "
@@ -175,7 +200,7 @@ def check_sharded_plan(units: Sequence[Unit], plan: Plan) -> None:
 
 
 def check_sharded(model: nn.Module, units: Sequence[Unit], plan: Plan, group: dist.ProcessGroup | None) -> None:
-    """Refuse a group whose workers hold other shards of the model than this one: their mean means nothing."""
+    """Refuse a group whose workers hold different shards of the model: these cannot be averaged."""
     check_sharded_plan(units, plan)
     sharding = sys.modules.get("torch.distributed.tensor")
     if sharding is None or group is None:
@@ -183,11 +208,11 @@ def check_sharded(model: nn.Module, units: Sequence[Unit], plan: Plan, group: di
     whole = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, sharding.DTensor)]
     if units and whole:
         raise ValueError(
-            f"attach: {whole[0]} is trained and not sharded, so nobody averages its gradient inside a model_state. Call "
+            f"attach: {whole[0]} is trained and not sharded, so its gradient is not averaged inside a replica. Call "
             "fully_shard(model) on the whole model last, or freeze it."
         )
     me, ranks = dist.get_rank(), set(dist.get_process_group_ranks(group))
-    taken_over = bool(units) and all(_is_group(unit.replicas, group) for unit in units)
+    taken_over = bool(units) and all(_same_workers(unit.replicas, group) for unit in units)
     for name, p in model.named_parameters():
         if not isinstance(p, sharding.DTensor) or taken_over:
             continue
@@ -195,7 +220,7 @@ def check_sharded(model: nn.Module, units: Sequence[Unit], plan: Plan, group: di
         if others:
             raise ValueError(
                 f"attach: {name} is sharded over workers {p.device_mesh.mesh.flatten().tolist()}, and the group that "
-                f"is to agree has worker {others[0]} among them, who holds another part of it. Only workers that hold "
+                f"averages it contains worker {others[0]}, which holds another part of it. Only workers that hold "
                 'the same shard can average it: give group=mesh["replicate"].get_group(), on a mesh of two dimensions '
                 'such as init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard")).'
             )
@@ -204,17 +229,17 @@ def check_sharded(model: nn.Module, units: Sequence[Unit], plan: Plan, group: di
 def replicas_of(units: Sequence[Unit]) -> dist.ProcessGroup | None:
     """Find the group that torch averages over between replicas, if the model is on a 2-D mesh."""
     found = [unit.replicas for unit in units]
-    return found[0] if found and all(_is_group(each, found[0]) for each in found) else None
+    return found[0] if found and all(_same_workers(each, found[0]) for each in found) else None
 
 
-def _is_group(one: dist.ProcessGroup | None, other: dist.ProcessGroup | None) -> bool:
+def _same_workers(one: dist.ProcessGroup | None, other: dist.ProcessGroup | None) -> bool:
     if one is None or other is None:
         return False
     return set(dist.get_process_group_ranks(one)) == set(dist.get_process_group_ranks(other))
 
 
 def _shard_facts(originals: Mapping[str, Tensor]) -> dict[str, str]:
-    """State of each parameter which part of it this worker holds."""
+    """State for each parameter which part of it this worker holds."""
     return {f"parameter {index}": _shard_fact(name, p) for index, (name, p) in enumerate(originals.items())}
 
 

@@ -1,8 +1,8 @@
-"""Stopping together: one worker is told to end, and all end after the same step.
+"""Stopping together: one worker gets a signal, and all workers stop after the same step.
 
-A launcher that takes a machine away sends SIGTERM, and SIGKILL half a minute later. Whoever is told only notes it; the
-workers hear of it when they meet anyway, before a round of weights or at a step that averages gradients, and so all of
-them know it after the same step.
+A launcher that takes a machine away sends SIGTERM, and SIGKILL half a minute later. The signal handler only sets a
+flag. The flag is sent in the headers that workers exchange anyway, before weights and before the gradients of a bare
+module; DDP and sharded models exchange a header for it about twice a second.
 """
 
 from __future__ import annotations
@@ -12,50 +12,79 @@ import time
 from dataclasses import dataclass
 from types import FrameType
 
+from laconic.checks.headers import Header, Headers
+from laconic.plans.plan import Plan
+
 EVERY_MS, MOST_STEPS = 500, 64
-"""How often workers that average gradients ask each other."""
+"""How often models that average gradients in backward exchange headers under `stop_on`."""
 
 
 @dataclass(eq=False)
 class Stop:
-    """Whether this worker was asked to stop, and whether all workers know of somebody who was."""
+    """Whether this worker was asked to stop, and whether all workers know that some worker was."""
 
     watched: bool = False
     asked: bool = False
     agreed: bool = False
     _due: int = 0
-    """The step at which workers that average gradients ask each other next."""
+    """The step of the next exchange of headers."""
     _last: tuple[int, float] | None = None
-    """The step at which they did so last, and when that was."""
+    """The step of the last exchange, and its time."""
 
     def on(self, *signals: signal.Signals) -> None:
-        """Take these signals as being asked."""
+        """Take these signals as a request to stop."""
         self.watched = True
         for each in signals:
-            signal.signal(each, self._note)
+            signal.signal(each, self._handle)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
 
-    def heard(self, anyone: bool, among_all: bool) -> None:
-        """Take note of what a header said. A part of the workers decides nothing: all must know after the same step."""
-        self.agreed = self.agreed or (anyone and among_all)
-
     def is_due(self, step: int) -> bool:
-        """Whether to ask in this step: about twice a second, as a message at every step would be felt."""
+        """Return whether headers are exchanged in this step."""
         return self.watched and step >= self._due
 
-    def pace_ms(self, step: int) -> int:
-        """How long a step takes here, as far as is known."""
+    def step_ms(self, step: int) -> int:
+        """Return how long a step takes on this worker; 0 if unknown."""
         if self._last is None or step <= self._last[0]:
             return 0
         return max(1, round(1000 * (time.monotonic() - self._last[1]) / (step - self._last[0])))
 
-    def has_asked(self, step: int, slowest_ms: int) -> None:
-        """Note when to ask again, from the clock of the slowest worker, which all have heard alike."""
+    def exchanged(self, step: int, slowest_ms: int) -> None:
+        """Set the step of the next exchange, from the duration of the slowest worker, the same on all."""
         self._last = (step, time.monotonic())
         self._due = step + max(1, min(MOST_STEPS, EVERY_MS // slowest_ms if slowest_ms else 1))
 
-    def begin_anew(self) -> None:
-        """Ask at the next step, whichever that is."""
+    def restart(self) -> None:
+        """Exchange headers at the next step, whichever that is."""
         self._due, self._last = 0, None
+
+
+@dataclass(eq=False)
+class StepHeaders:
+    """Makes this worker's headers for the step that comes next."""
+
+    plan: Plan
+    parameters: int
+    stop: Stop
+    step: int = 1
+    among_all: bool = False
+    """Whether all workers average gradients in this step."""
+
+    def header(self, *, finite: bool = True, with_gradient: int = 0, step_ms: int = 0) -> Header:
+        """Make a header."""
+        asked = self.stop.asked
+        return Header(self.step, self.plan.text, self.parameters, finite, asked, with_gradient, step_ms)
+
+    @property
+    def stop_due(self) -> bool:
+        """Whether a header is exchanged beside gradients in this step, only to stop together."""
+        return self.among_all and self.stop.is_due(self.step)
+
+    def stop_header(self) -> Header:
+        """Make a header that says how long steps take."""
+        return self.header(step_ms=self.stop.step_ms(self.step))
+
+    def received(self, headers: Headers, among_all: bool) -> None:
+        """Note whether some worker was asked to stop. Only what all workers receive after the same step counts."""
+        self.stop.agreed = self.stop.agreed or (headers.stop and among_all)

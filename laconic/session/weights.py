@@ -1,9 +1,9 @@
-"""WeightSync of weights: what takes part, where deltas start from, and when what was heard takes effect.
+"""Synchronising weights: what is averaged, where deltas start from, and when a mean takes effect.
 
-Without an anchor, a round replaces weights by their mean, in place. With one, workers exchange deltas
-(anchor − weights) through the plan's codec, the outer step moves the anchor, and the weights follow it.
-A round commits bucket by bucket as answers come ("streaming"), or all at once at its end ("atomic"): then a round that
-fails has changed nothing. A fragment with a delay travels while training goes on, and commits when it is due.
+Without an anchor, weights are replaced by their mean, in place. With one, workers exchange deltas (anchor − weights)
+through the plan's codec, the outer step moves the anchor, and the weights follow it. A synchronisation takes effect
+bucket by bucket ("streaming"), or all at once at its end ("atomic"): then one that fails has changed nothing. A
+fragment with a delay is averaged while training goes on, and takes effect when it is due.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from laconic.checks.finite import NonFinite, exchange_headers, mean_of_finite
-from laconic.codecs import Exact
+from laconic.checks.finite import NonFinite, scale_without
+from laconic.checks.headers import exchange_headers
+from laconic.codecs import Codec, Exact
 from laconic.codecs.contract import wide_dtype
 from laconic.codecs.packing import in_buckets, in_parts
 from laconic.comm.averaging import average_in_place, write
+from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Exchange, Gather, all_finite
+from laconic.comm.requests import Averaged, Exchange, all_finite
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync
-from laconic.session.model_state import ModelState, copied, flags, local_of
-from laconic.session.stop import Stop
+from laconic.session.extra_state import ExtraState, of_first_worker
+from laconic.session.model_state import ModelState, copied
+from laconic.session.stop import StepHeaders
 
 Commit: TypeAlias = Literal["streaming", "atomic"]
 Anchors: TypeAlias = Literal["device", "cpu"]
@@ -35,139 +38,144 @@ Anchors: TypeAlias = Literal["device", "cpu"]
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """One bucket of a round: what is said, and what is done with what was heard."""
+    """One bucket of a synchronisation: its exchange, and what is done with the result."""
 
     exchange: Exchange
     commit: Callable[[Averaged], None]
 
 
 @dataclass(eq=False)
-class _OnItsWay:
-    """A fragment that has set out, and the step after which it takes effect."""
+class _Fragment:
+    """A fragment in flight, and the step after which it takes effect."""
 
     part: int
     due: int
     means: list[dict[str, Tensor]] = field(default_factory=list)
     futures: list[Future[Tensor]] = field(default_factory=list)
 
-    def arrive(self) -> list[dict[str, Tensor]]:
-        """Wait for all of it."""
+    def wait(self) -> list[dict[str, Tensor]]:
         for future in self.futures:
             future.wait()
         return self.means
 
 
 class WeightSync:
-    """The weights rounds of one model_state."""
+    """Synchronises the weights of one model, and what belongs to them: buffers and optimizer state."""
 
     def __init__(
         self,
         model_state: ModelState,
+        levels: Levels,
         optimizers: Sequence[Optimizer],
         commit: Commit,
         anchors: Anchors,
-        nonfinite: NonFinite = "skip",
+        nonfinite: NonFinite,
+        chosen: Callable[[Codec, CollectiveQueue], Codec],
     ) -> None:
         if commit not in ("streaming", "atomic"):
-            raise ValueError(f'attach(commit={commit!r}): a round commits "streaming", bucket by bucket, or "atomic".')
+            raise ValueError(
+                f'attach(commit={commit!r}): weights are committed "streaming", bucket by bucket, or "atomic".'
+            )
         if anchors not in ("device", "cpu"):
             raise ValueError(
-                f'attach(anchors={anchors!r}): anchors lie where the weights do, "device", or on the "cpu".'
+                f'attach(anchors={anchors!r}): anchors are on the "device" of the weights, or on the "cpu".'
             )
         self.model_state = model_state
-        self.stop = Stop()
+        self.levels = levels
         self.commit: Commit = commit
-        self.anchors: Anchors = anchors
         self.anchor: dict[str, Tensor] | None = None
         self.nonfinite: NonFinite = nonfinite
-        self._optimizers = list(optimizers)
+        self._anchors: Anchors = anchors
+        self._extras = ExtraState(model_state, optimizers)
+        self._chosen = chosen
         self._scale = 1.0
-        self._mute = False
-        """Whether this worker has nothing of worth to say in the round under way."""
-        self._on_their_way: list[_OnItsWay] = []
+        """The factor for the means of the synchronisation in progress: workers with NaN contribute zeros."""
+        self._excluded = False
+        """Whether this worker contributes zeros."""
+        self._in_flight: list[_Fragment] = []
         self._parts: dict[int, list[list[str]]] = {}
 
     @property
-    def waiting(self) -> bool:
-        """Whether something that was said has not yet taken effect."""
-        return bool(self._on_their_way)
+    def in_flight(self) -> bool:
+        """Whether a fragment was sent and has not taken effect."""
+        return bool(self._in_flight)
 
-    def drop_anchor(self) -> None:
-        """Remember the weights of now, which all workers share, as what deltas are taken from."""
+    def set_anchor(self) -> None:
+        """Keep the weights of now, which all workers share, as what deltas are taken from."""
         self.anchor = {name: self._anchored(p) for name, p in self.model_state.params.items()}
 
     def _anchored(self, p: Tensor) -> Tensor:
         wide = wide_dtype(p.dtype)
-        if self.anchors == "cpu" and p.device.type != "cpu":
+        if self._anchors == "cpu" and p.device.type != "cpu":
             return torch.empty(p.shape, dtype=wide, pin_memory=p.is_cuda).copy_(p)
         return p.to(wide, copy=True)
 
-    def sync(self, plan: Plan, sync: Sync, step: int) -> None:
-        """Take one sync: average, and let it take effect now or when its delay is over."""
-        queue = self.model_state.levels[sync.level]
+    def sync(self, plan: Plan, sync: Sync, headers: StepHeaders) -> None:
+        """Average as `sync` says, and let it take effect now or when its delay is over."""
+        queue = self.levels[sync.level]
         names = self._names(plan, sync)
-        beside = self._beside(plan, queue) if sync.part in (None, 0) else {}
-        self._scale = self._open(plan, queue, names, step)
+        first = sync.part in (None, 0)
+        extra = self._extras.averaged(plan, queue) if first else {}
+        self._exchange_headers(queue, names, headers)
         if plan.needs_anchor and plan.is_outermost(sync):
-            delay = plan.schedule.delay if isinstance(plan.schedule, Streaming) else 0
-            if delay:
+            if isinstance(plan.schedule, Streaming) and plan.schedule.delay:
                 assert sync.part is not None
-                self._set_out(plan, queue, names, sync.part, step + delay)
+                self._send(plan, queue, names, sync.part, headers.step + plan.schedule.delay)
             else:
-                self._run(queue, [self._delta(plan, bucket) for bucket in self._buckets(names)])
-            self._average(queue, beside)
+                self._run(queue, [self._delta_job(plan, bucket) for bucket in self._buckets(names)])
+            self._average(queue, extra)
         else:
-            self._average(queue, {**{name: self.model_state.params[name] for name in names}, **beside})
-        if sync.part in (None, 0) and plan.buffers == "leader":
-            self._follow_leader(queue)
+            self._average(queue, {**{name: self.model_state.params[name] for name in names}, **extra})
+        if first and plan.buffers == "leader" and queue.workers > 1:
+            buffers = _split(self.model_state.all_buffers)
+            self._run(queue, [_Job(of_first_worker(bucket), _writing(bucket)) for bucket in buffers])
         if plan.optimizer_state == "reset":
-            self._forget(names)
+            self._extras.reset_optimizers(names)
 
-    def _open(self, plan: Plan, queue: CollectiveQueue, names: Iterable[str], step: int) -> float:
-        """Exchange headers. A worker whose weights are not finite brings zeros, and the mean is scaled up for it."""
+    def _exchange_headers(self, queue: CollectiveQueue, names: Iterable[str], headers: StepHeaders) -> None:
+        """Exchange headers. A worker with non-finite weights contributes zeros, and the means are scaled up for it."""
         mine = {name: self.model_state.params[name] for name in names}
-        self._mute = False
+        self._scale, self._excluded = 1.0, False
         finite = self.nonfinite == "ignore" or bool(all_finite(mine))
-        heard = exchange_headers(queue, step, plan.text, finite, self.stop.asked, self.model_state.no_words)
-        self.stop.heard(heard.stop, queue is self.model_state.queue)
-        if all(heard.finite):
-            return 1.0
-        scale = mean_of_finite(queue, heard.finite, f"step {step}, weights", self.nonfinite)
+        received = exchange_headers(queue, headers.header(finite=finite))
+        headers.received(received, among_all=queue is self.levels.world)
+        if all(received.finite):
+            return
+        self._scale = scale_without(queue, received.finite, f"step {headers.step}, weights", self.nonfinite)
         if not finite:
-            self._mute = True
+            self._excluded = True
             for t in (*mine.values(), *self.model_state.buffers.values()):
                 t.zero_()
-            self._forget(names)  # moments that made such weights
-        return scale
+            self._extras.reset_optimizers(names)  # moments that made such weights
 
     def settle(self, plan: Plan, step: int) -> None:
-        """Let what is due by `step` take effect."""
-        while self._on_their_way and self._on_their_way[0].due <= step:
+        """Let fragments that are due by `step` take effect."""
+        while self._in_flight and self._in_flight[0].due <= step:
             assert isinstance(plan.schedule, Streaming)
-            for mean in self._on_their_way[0].arrive():
+            for mean in self._in_flight[0].wait():
                 self._move(plan, mean, plan.schedule.mix)
-            del self._on_their_way[0]
+            del self._in_flight[0]
 
     def average_all(self) -> None:
-        """Bring all weights and buffers together exactly, whatever the plan."""
-        self._scale, self._mute = 1.0, False
-        self._average(self.model_state.queue, {**self.model_state.params, **self.model_state.buffers})
+        """Average all weights and buffers exactly, whatever the plan."""
+        self._scale, self._excluded = 1.0, False
+        self._average(self.levels.world, {**self.model_state.params, **self.model_state.buffers})
 
     def forget(self) -> None:
-        """Drop the anchor, and what is on its way, without waiting for it."""
-        self.forget_the_way()
+        """Drop the anchor, and fragments in flight, without waiting for them."""
+        self.drop_in_flight()
         self.anchor = None
 
-    def forget_the_way(self) -> None:
-        """Drop what is on its way."""
-        self._on_their_way = []
+    def drop_in_flight(self) -> None:
+        """Drop fragments in flight."""
+        self._in_flight = []
 
     def _names(self, plan: Plan, sync: Sync) -> list[str]:
         if sync.part is None:
             return list(self.model_state.params)
         count = plan.schedule.fragments
         if count not in self._parts:
-            self._parts[count] = in_parts(self.model_state.originals, count)  # whole: shards may be uneven
+            self._parts[count] = in_parts(self.model_state.originals, count)  # by whole sizes: shards may be uneven
         return self._parts[count][sync.part]
 
     def _buckets(self, names: Iterable[str]) -> list[list[str]]:
@@ -177,33 +185,29 @@ class WeightSync:
         if self.commit == "streaming":
             average_in_place(queue, tensors, Payload.WEIGHTS)
         else:
-            self._run(queue, [_replacing(bucket) for bucket in _split(tensors)])
+            jobs = [_Job(Exact(wide=True).average(bucket, {}), _writing(bucket)) for bucket in _split(tensors)]
+            self._run(queue, jobs)
         if self._scale != 1 and tensors:
             torch._foreach_mul_(list(tensors.values()), self._scale)
 
     def _run(self, queue: CollectiveQueue, jobs: Sequence[_Job]) -> None:
-        """Run jobs together and wait; a job commits when it ends, or after all have."""
+        """Run jobs together and wait; a job takes effect when it ends, or after all have."""
         atomic = self.commit == "atomic"
         ends: list[Averaged | None] = [None] * len(jobs)
 
-        def to_its_end(index: int, job: _Job) -> Exchange:
+        def run(index: int, job: _Job) -> Exchange:
             end = ends[index] = yield from job.exchange
             if not atomic:
                 job.commit(end)
                 ends[index] = None
             return end
 
-        state = _same(self.model_state.state["weights"]) if atomic else None
-        nothing = torch.empty(0)
-        exchanges = [to_its_end(index, job) for index, job in enumerate(jobs)]
-        futures = [queue.submit(exchange, Payload.WEIGHTS, nothing) for exchange in exchanges]
-        queue.flush()
+        before = _same_tensors(self.model_state.state["weights"]) if atomic else None
         try:
-            for future in futures:
-                future.wait()
+            queue.run_all([run(index, job) for index, job in enumerate(jobs)], Payload.WEIGHTS)
         except BaseException:
-            if state is not None:
-                self.model_state.state["weights"] = state  # what the codec owed before the round, it owes again
+            if before is not None:
+                self.model_state.state["weights"] = before  # residuals are as before the synchronisation
             raise
         if atomic:
             with torch.no_grad():
@@ -211,16 +215,16 @@ class WeightSync:
                     assert end is not None
                     job.commit(end)
 
-    def _delta(self, plan: Plan, names: Sequence[str]) -> _Job:
+    def _delta_job(self, plan: Plan, names: Sequence[str]) -> _Job:
         scale = self._scale
 
         def exchange() -> Exchange:
-            codec = self.model_state.routed(plan.codec, self.model_state.queue)
-            state, reuse = self.model_state.state["weights"], self.commit == "streaming"  # atomic: old tensors are kept
+            codec = self._chosen(plan.codec, self.levels.world)
+            state, reuse = self.model_state.state["weights"], self.commit == "streaming"  # atomic keeps old tensors
             return (yield from codec.average(self._deltas(names), state, reuse=reuse))
 
         def commit(end: Averaged) -> None:
-            if bool(end.finite()):  # else nobody moves: the round is void on every worker alike
+            if bool(end.finite()):  # else no worker moves: the synchronisation has no effect, the same on all
                 self._move(plan, _scaled(end.mean, scale), mix=0.0)
 
         return _Job(exchange(), commit)
@@ -228,86 +232,55 @@ class WeightSync:
     def _deltas(self, names: Iterable[str]) -> dict[str, Tensor]:
         assert self.anchor is not None
         params = self.model_state.params
-        wanted = {name: self.anchor[name].to(params[name].device) - params[name] for name in names}
-        if self._mute:
-            torch._foreach_zero_(list(wanted.values()))
-        return wanted
+        deltas = {name: self.anchor[name].to(params[name].device) - params[name] for name in names}
+        if self._excluded:
+            torch._foreach_zero_(list(deltas.values()))
+        return deltas
 
     def _move(self, plan: Plan, mean: Mapping[str, Tensor], mix: float) -> None:
-        """Let the outer step move the anchor, and the weights follow it but for the share `mix` of their own."""
+        """Take the outer step from the anchor; the weights become the anchor, but for the share `mix` of their own."""
         assert self.anchor is not None
         with torch.no_grad():
             anchor = {name: self.anchor[name] for name in mean}
-            plan.outer.step(
-                anchor, {name: d.to(anchor[name].device) for name, d in mean.items()}, self.model_state.state["outer"]
-            )
+            deltas = {name: d.to(anchor[name].device) for name, d in mean.items()}
+            plan.outer.step(anchor, deltas, self.model_state.state["outer"])
             for name, a in anchor.items():
                 p = self.model_state.params[name]
                 p.copy_(a if not mix else torch.lerp(a.to(p.device), p.to(a.dtype), mix))
 
-    def _set_out(self, plan: Plan, queue: CollectiveQueue, names: Sequence[str], part: int, due: int) -> None:
-        """Send a fragment on its way; what it hears is kept until it is due."""
-        way, scale = _OnItsWay(part, due), self._scale
-        codec = self.model_state.routed(plan.codec, queue)
-        nothing = torch.empty(0)
+    def _send(self, plan: Plan, queue: CollectiveQueue, names: Sequence[str], part: int, due: int) -> None:
+        """Send a fragment; its means are kept until it is due."""
+        fragment, scale = _Fragment(part, due), self._scale
+        codec = self._chosen(plan.codec, queue)
 
-        def travel(deltas: Mapping[str, Tensor]) -> Exchange:
+        def exchange(deltas: Mapping[str, Tensor]) -> Exchange:
             end = yield from codec.average(deltas, self.model_state.state["weights"], reuse=True)
             if bool(end.finite()):
-                way.means.append(_scaled(end.mean, scale))
+                fragment.means.append(_scaled(end.mean, scale))
             return end
 
         with torch.no_grad():
             snapshots = [self._deltas(bucket) for bucket in self._buckets(names)]
-        way.futures = [queue.submit(travel(each), Payload.WEIGHTS, nothing) for each in snapshots]
+        nothing = torch.empty(0)
+        fragment.futures = [queue.submit(exchange(each), Payload.WEIGHTS, nothing) for each in snapshots]
         queue.flush()
-        self._on_their_way.append(way)
-
-    def _beside(self, plan: Plan, queue: CollectiveQueue) -> dict[str, Tensor]:
-        """Name what is averaged besides weights: buffers and moments, as the plan has it."""
-        beside = dict(self.model_state.buffers) if plan.buffers == "average" else {}
-        return beside | self._moments(queue) if plan.optimizer_state == "average" else beside
-
-    def _moments(self, queue: CollectiveQueue) -> dict[str, Tensor]:
-        """Name the optimizers' moments of parameters that have them on every worker."""
-        found: dict[str, dict[str, Tensor]] = {}
-        for name, p in self.model_state.originals.items():
-            for optimizer in self._optimizers:
-                state = optimizer.state.get(p, {})
-                like = {k: local_of(t) for k, t in state.items() if isinstance(t, Tensor) and t.shape == p.shape}
-                found.setdefault(name, {}).update({f"moment:{key}:{name}": t for key, t in like.items()})
-        here = torch.tensor([float(bool(found[name])) for name in found])
-        if queue.workers > 1:
-            here = queue.run(flags(here.to(queue.device)), "control").mean["flags"]
-        everywhere = [name for name, share in zip(found, here.tolist(), strict=True) if share == 1]
-        return {key: t for name in everywhere for key, t in found[name].items() if t.is_floating_point()}
-
-    def _follow_leader(self, queue: CollectiveQueue) -> None:
-        """Give every worker the buffers of the first."""
-        jobs = [_Job(_first(bucket), _writing(bucket)) for bucket in _split(self.model_state.all_buffers)]
-        if queue.workers > 1:
-            self._run(queue, jobs)
-
-    def _forget(self, names: Iterable[str]) -> None:
-        for name in names:
-            for optimizer in self._optimizers:
-                if self.model_state.originals[name] in optimizer.state:
-                    optimizer.state[self.model_state.originals[name]].clear()
+        self._in_flight.append(fragment)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this worker must save of its rounds. Waits for what is on its way."""
-        way = [{"part": each.part, "due": each.due, "means": each.arrive()} for each in self._on_their_way]
-        return {"anchor": self.anchor, "way": way}
+        """Return anchor and fragments in flight. Waits for these."""
+        fragments = [{"part": each.part, "due": each.due, "means": each.wait()} for each in self._in_flight]
+        return {"anchor": self.anchor, "in_flight": fragments}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         self.anchor = None
         if saved["anchor"] is not None:
-            self.anchor = {name: self._anchored(p) for name, p in self.model_state.params.items()}
+            self.set_anchor()
+            assert self.anchor is not None
             write(self.anchor, saved["anchor"])
-        self._on_their_way = [
-            _OnItsWay(each["part"], each["due"], [copied(mean, self.model_state.devices) for mean in each["means"]])
-            for each in saved.get("way", [])
+        self._in_flight = [
+            _Fragment(each["part"], each["due"], [copied(mean, self.model_state.devices) for mean in each["means"]])
+            for each in saved["in_flight"]
         ]
 
 
@@ -315,26 +288,13 @@ def _scaled(mean: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     return dict(mean) if scale == 1 else {name: t * scale for name, t in mean.items()}
 
 
-def _replacing(tensors: Mapping[str, Tensor]) -> _Job:
-    return _Job(Exact(wide=True).average(tensors, {}), _writing(tensors))
-
-
 def _writing(tensors: Mapping[str, Tensor]) -> Callable[[Averaged], None]:
     return lambda end: write(tensors, end.mean)
 
 
-def _first(tensors: Mapping[str, Tensor]) -> Exchange:
-    """Hear all workers, and keep what the first said."""
-    flat = torch.cat([t.reshape(-1) for t in tensors.values()])
-    rows = yield Gather(flat)
-    parts = rows[0].split([t.numel() for t in tensors.values()])
-    mean = {name: part.view(t.shape) for (name, t), part in zip(tensors.items(), parts, strict=True)}
-    return Averaged(mean, dict, lambda: torch.tensor(True))
-
-
-def _same(nest: Any) -> Any:
-    """Copy a nest of dicts, but not the tensors in it."""
-    return {key: _same(value) for key, value in nest.items()} if isinstance(nest, Mapping) else nest
+def _same_tensors(tree: Any) -> Any:
+    """Copy a tree of dicts, but not the tensors in it."""
+    return {key: _same_tensors(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
 
 
 def _split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -1,8 +1,8 @@
-"""FSDP2 seen from outside: what is reduced in one message, how it lies in memory, and who holds copies of it.
+"""FSDP2: which parameters are reduced in one buffer, in what layout, and over which workers.
 
-The only file that touches what torch keeps private: which parameters a group has and in what order, and over whom a
-model on a 2-D mesh is all-reduced. All of it is looked at when a model is attached: a torch that has changed is refused
-there, by name, and not found out by a wrong gradient.
+Private in torch: the parameters of a group and their order, and the group over which a model on a 2-D mesh is
+all-reduced. All of it is checked when a model is attached: a torch that has changed is refused there with the name of
+what has changed, instead of giving a wrong gradient.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Unit:
         return [each.sharded_param for each in self._group.fsdp_params]
 
     def cut(self, flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor] | None:
-        """See the flat buffer as the gradients of the trained parameters, of these shapes.
+        """View the flat buffer as the gradients of the trained parameters, of these shapes.
 
         Each begins where the one before it ends, padded to the size of the largest shard. None if some parameter got
-        no gradient: the buffer then leaves it out, and does not say which.
+        no gradient: the buffer then leaves it out, and nothing tells which.
         """
         sizes = [each.padded_sharded_param_size.numel() for each in self._group.fsdp_params if _trained(each)]
         if sum(sizes) != flat.numel() or len(sizes) != len(shapes):
@@ -44,9 +44,9 @@ class Unit:
         return [part[: shape.numel()].view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
     def becomes_gradient(self, flat: Tensor) -> bool:
-        """Tell whether FSDP makes the buffer itself the gradient, untouched, so that it may be written until the end.
+        """Return whether FSDP makes the buffer itself the gradient, so that it may be written until backward ends.
 
-        Otherwise it divides it, casts it, moves it to the CPU, or shows it to a hook of the user's.
+        Otherwise it divides it, casts it, moves it to the CPU, or passes it to a hook of the user's.
         """
         divides = flat.dtype not in (torch.float32, torch.bfloat16) or self._group.force_sum_reduction_for_comms
         if divides or flat.device.type != "cpu":
@@ -54,13 +54,13 @@ class Unit:
         return all(p.dtype == flat.dtype and not p._post_accumulate_grad_hooks for p in self.params if p.requires_grad)
 
     @property
-    def may_talk(self) -> bool:
-        """Whether this backward is to be averaged: not if the user said `set_requires_all_reduce(False)`."""
+    def may_sync(self) -> bool:
+        """Whether this backward is averaged: not if the user called `set_requires_all_reduce(False)`."""
         return bool(self._group.all_reduce_grads)
 
     @property
     def missing_factor(self) -> int:
-        """What a mean must be multiplied by: with a divide factor of the user's, native HSDP sums over replicas."""
+        """The factor for a mean: with a divide factor of the user's, native HSDP sums over replicas."""
         if self._native is None or self._group.gradient_divide_factor is None:
             return 1
         return int(self._native[0].replicate_mesh_size)
@@ -71,35 +71,35 @@ class Unit:
         found: dist.ProcessGroup | None = getattr(self._group.mesh_info, "replicate_process_group", None)
         return found
 
-    def listen(self, hook: Any) -> None:
-        """Let FSDP call `hook` with every reduced buffer; None: nobody."""
+    def set_hook(self, hook: Any) -> None:
+        """Let FSDP call `hook` with every reduced buffer; None removes it."""
         self.module.set_all_reduce_hook(hook)
 
     def take_over(self) -> None:
-        """Let torch reduce inside the shards alone: what it does between replicas is done by whoever listens."""
+        """Let torch reduce inside the shards only: the hook averages between replicas."""
         way_out = 'Shard on the 1-D mesh["shard"] and attach with group=mesh["replicate"].get_group().'
         try:
-            before = self._inside_a_replica()
-            self._forget_replicas()
-            if self._group._is_hsdp or self._inside_a_replica() != before:
+            before = self._shard_groups()
+            self._use_shard_mesh()
+            if self._group._is_hsdp or self._shard_groups() != before:
                 raise AttributeError("a parameter group does not follow its mesh")
         except (ImportError, AttributeError, TypeError) as error:
             self.give_back()
             raise _unknown_torch(str(error), way_out) from error
 
-    def _inside_a_replica(self) -> tuple[Any, ...]:
-        """Say what must not change: over whom weights are gathered and gradients reduced, and what forward leaves."""
+    def _shard_groups(self) -> tuple[Any, ...]:
+        """Return what must not change: over which workers weights are gathered and gradients reduced."""
         group = self._group
         return group._all_gather_process_group, group._reduce_scatter_process_group, group._use_post_forward_mesh
 
-    def _forget_replicas(self) -> None:
+    def _use_shard_mesh(self) -> None:
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
         group, native = self._group, self._group.mesh_info
         shards = FSDPMeshInfo(native.mesh, shard_mesh_dim=native.shard_mesh_dim)
-        for word in ("reduce_scatter_process_group", "dp_mesh_dims", "spmd_mesh", "is_spmd_mesh"):  # since torch 2.12
-            if hasattr(native, word):
-                setattr(shards, word, getattr(native, word))
+        for name in ("reduce_scatter_process_group", "dp_mesh_dims", "spmd_mesh", "is_spmd_mesh"):  # since torch 2.12
+            if hasattr(native, name):
+                setattr(shards, name, getattr(native, name))
         self._native = (native, shards)
         group.mesh_info = shards
         if group.post_forward_mesh_info is native:
@@ -119,11 +119,11 @@ class Unit:
 
 
 def find_units(model: nn.Module) -> list[Unit]:
-    """Find the parameter groups of an FSDP2 model, in the order of its modules; of any other model, none.
+    """Find the parameter groups of an FSDP2 model, in the order of its modules; none for any other model.
 
-    All parameters are sharded afterwards: after a forward without a backward, the last ones may still be whole.
+    All parameters are sharded afterwards: after a forward without a backward, the last ones may still be unsharded.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and whoever has such a model has done so
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import; loaded wherever such a model exists
     if fsdp is None or not isinstance(model, nn.Module):
         return []
     units: dict[int, Unit] = {}
@@ -141,20 +141,20 @@ def find_units(model: nn.Module) -> list[Unit]:
 
 
 def _groups_of(module: FSDPModule) -> Iterator[Any]:
-    """Find a module's own parameter groups, and see that they are as this file takes them to be."""
+    """Find a module's own parameter groups, and check that they are as this file expects."""
     try:
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)  # a list since torch 2.12
         if groups is None:
             groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
         for group in groups:
-            _look_at(group)
+            _check(group)
     except AttributeError as error:
         raise _unknown_torch(str(error)) from error
     if len(groups) > 1:
         raise ValueError(
             f"attach: {type(module).__name__} is sharded over several meshes at once (shard_placement_fn), and its "
-            "gradients come in several buffers. Use one mesh for all parameters of a module."
+            "gradients are in several buffers. Use one mesh for all parameters of a module."
         )
     if groups and not hasattr(groups[0].mesh_info, "shard_process_group"):
         raise ValueError(
@@ -164,16 +164,16 @@ def _groups_of(module: FSDPModule) -> Iterator[Any]:
     yield from groups
 
 
-def _look_at(group: Any) -> None:
-    for word in ("all_reduce_grads", "gradient_divide_factor", "force_sum_reduction_for_comms", "mesh_info"):
-        getattr(group, word)
+def _check(group: Any) -> None:
+    for name in ("all_reduce_grads", "gradient_divide_factor", "force_sum_reduction_for_comms", "mesh_info"):
+        getattr(group, name)
     for each in group.fsdp_params:
         if each.padded_sharded_param_size.numel() < each.sharded_param.to_local().numel():
-            raise _unknown_torch("a shard is larger than its place")
+            raise _unknown_torch("a shard is larger than its padded size")
     if group._all_reduce_hook is not None:
         raise RuntimeError(
             "attach: this FSDP model already has an all-reduce hook, and FSDP takes only one. Detach the other session "
-            "first, or leave out set_all_reduce_hook; the plan says how gradients travel."
+            "first, or leave out set_all_reduce_hook; the plan defines how gradients are sent."
         )
 
 
@@ -182,4 +182,4 @@ def _trained(private: Any) -> bool:
 
 
 def _unknown_torch(why: str, way_out: str = "Use torch 2.11 to 2.15, with which it is tested.") -> RuntimeError:
-    return RuntimeError(f"attach: FSDP of torch {torch.__version__} is not as laconic knows it ({why}). {way_out}")
+    return RuntimeError(f"attach: FSDP of torch {torch.__version__} is not as laconic expects ({why}). {way_out}")

@@ -1,0 +1,37 @@
+"""Errors that a caller can act on. Each is raised on every worker that takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class DisagreementError(RuntimeError):
+    """Workers have different settings, parameters or versions. The message names the first difference."""
+
+
+class DesyncError(RuntimeError):
+    """Workers are not at the same step, or not under the same plan."""
+
+
+class NonFiniteError(RuntimeError):
+    """NaN or Inf on some workers. `workers` are their indices."""
+
+    def __init__(self, message: str, workers: Sequence[int]) -> None:
+        super().__init__(message)
+        self.workers = list(workers)
+
+
+class DivergedError(RuntimeError):
+    """Weights that must be equal on all workers are not. `workers` are those in the minority."""
+
+    def __init__(self, message: str, workers: Sequence[int]) -> None:
+        super().__init__(message)
+        self.workers = list(workers)
+
+
+class LostWorkerError(RuntimeError):
+    """A worker died, stopped or was disconnected. `missing` are the indices of those that did not respond."""
+
+    def __init__(self, message: str, missing: Sequence[int]) -> None:
+        super().__init__(message)
+        self.missing = list(missing)

@@ -1,0 +1,89 @@
+"""How gradients reach the other workers: one protocol, and what its three implementations share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from laconic.checks.finite import NonFiniteCheck
+from laconic.checks.headers import Headers
+from laconic.codecs import Codec, Exact
+from laconic.comm.averaging import write
+from laconic.comm.groups import Levels
+from laconic.comm.queue import CollectiveQueue
+from laconic.comm.requests import Exchange
+from laconic.cost import routed
+from laconic.plans.plan import Plan
+from laconic.plans.schedules import Sync
+from laconic.session.model_state import ModelState
+
+
+class GradientPath(Protocol):
+    """Averages gradients for one kind of model: DDP (`ddp.py`), FSDP2 (`fsdp.py`), a bare module (`module.py`)."""
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether gradients are averaged inside backward, and so also in a closure of `optimizer.step`."""
+        ...
+
+    def check_plan(self, plan: Plan) -> None:
+        """Refuse a plan that this kind of model cannot follow."""
+        ...
+
+    def install(self) -> None:
+        """Install the hooks. Nothing may be refused after it."""
+        ...
+
+    def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
+        """Prepare for the next step, in which gradients are averaged as `sync` says, or not at all for None."""
+        ...
+
+    def average_now(self) -> Headers | None:
+        """Average the gradients of this step early, where they are averaged at the optimizer's step."""
+        ...
+
+    def before_optimizer(self) -> Headers | None:
+        """Return once the gradients of this step are averaged, with the headers that all workers exchanged for it."""
+        ...
+
+    def layout(self) -> dict[str, list[list[str]]]:
+        """Return the names of the parameters that are averaged together, by level: a resumed run repeats them."""
+        ...
+
+    def repeat_layout(self, layout: Mapping[str, Any]) -> None:
+        """Average the next gradients in this layout."""
+        ...
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        ...
+
+
+class GradientAverager:
+    """Averages buckets of gradients through the codec of the step, and checks that they are finite."""
+
+    def __init__(self, model_state: ModelState, levels: Levels, check: NonFiniteCheck, compress_alone: bool) -> None:
+        self.model_state = model_state
+        self.levels = levels
+        self.check = check
+        self._compress_alone = compress_alone
+        self._codec: Codec = Exact()
+
+    def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
+        """Use this codec among these workers in the next step."""
+        if sync is not None and codec is not None:
+            self._codec = self.chosen(codec, self.levels[sync.level])
+
+    def chosen(self, codec: Codec, queue: CollectiveQueue) -> Codec:
+        """Return the codec that runs: a worker alone has no peer to save bytes for, unless `compress_alone`."""
+        return Exact() if queue.workers == 1 and not self._compress_alone else routed(codec)
+
+    def average(self, bucket: dict[str, Tensor]) -> Exchange:
+        """Average a bucket of gradients, and write the means over it."""
+        codec, state = self._codec, self.model_state.state["gradient"]
+        end = yield from self.check.watch(bucket, lambda: codec.average(bucket, state, reuse=True))
+        if end.mean is not bucket:
+            write(bucket, end.mean)
+        return end

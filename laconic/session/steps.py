@@ -1,0 +1,184 @@
+"""What happens before and after each step of the optimizer.
+
+Steps count from 1. Before a step, its gradients are averaged and checked; after it, weights are synchronised where the
+plan says so, and the next step is prepared. A step in which nothing is synchronised sends nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from laconic.checks.divergence import DivergenceCheck
+from laconic.checks.headers import Headers
+from laconic.ledger import Ledger
+from laconic.plans.plan import Plan
+from laconic.plans.schedules import Payload, Sync, SyncClock
+from laconic.session.grad_scaler import ScaledSteps
+from laconic.session.gradients import GradientAverager, GradientPath
+from laconic.session.stop import StepHeaders
+from laconic.session.weights import WeightSync
+
+
+class Steps:
+    """Runs the plan, step by step."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        path: GradientPath,
+        averager: GradientAverager,
+        weights: WeightSync,
+        divergence: DivergenceCheck,
+        headers: StepHeaders,
+        scaled: Sequence[ScaledSteps],
+        ledger: Ledger,
+    ) -> None:
+        self.plan = plan
+        self.step = 0
+        self.clock = SyncClock(since=plan.schedule.start - 1)
+        self.levels = averager.levels
+        self.path = path
+        self.weights = weights
+        self.divergence = divergence
+        self.headers = headers
+        self._averager = averager
+        self._model_state = averager.model_state
+        self._scaled = scaled
+        self._ledger = ledger
+        self._first_group: dict[str, Any] = scaled[0].optimizer.param_groups[0]
+        self._gradient: Sync | None = None
+
+    @property
+    def synced(self) -> bool:
+        """Whether the last step synchronised among all workers. The same on all of them."""
+        syncs = self.plan.syncs_at(self.step, self.clock)
+        return self.clock.since == self.step or any(self.plan.is_outermost(sync) for sync in syncs)
+
+    def prepare(self) -> None:
+        """Prepare the next step: whether gradients are averaged in it, and where deltas start from."""
+        number = self.step + 1
+        self._ledger.step = self.headers.step = number
+        self.headers.plan = self.plan
+        syncs = self.plan.syncs_at(number, self.clock)
+        gradient = next((sync for sync in syncs if sync.payload is Payload.GRADIENT), None)
+        self._gradient = gradient
+        self.headers.among_all = gradient is not None and gradient.level is None
+        self.path.begin_step(gradient, None if gradient is None else self.plan.codec_of(gradient, number))
+        if self.weights.anchor is None and self.plan.needs_anchor and number >= self.plan.schedule.start:
+            self.weights.set_anchor()
+
+    def average_gradients(self) -> None:
+        """Average the gradients of a bare module now."""
+        self._received(self.path.average_now())
+
+    def check_closure(self, closure: bool) -> None:
+        """Refuse a closure where gradients would have to be averaged inside it."""
+        if closure and self._gradient is not None and not self.path.in_backward:
+            raise RuntimeError(
+                "optimizer.step(closure) computes gradients inside the step, where a bare module cannot average them. "
+                "Wrap the model in DistributedDataParallel, or call backward before optimizer.step()."
+            )
+
+    def before(self, step_follows: bool = True) -> None:
+        """Average and check gradients with the other workers, also where this worker then takes no step."""
+        self.levels.raise_if_broken()
+        if self.clock.since == self.step:  # the first step after a synchronisation: its learning rate sets the period
+            self.clock = SyncClock(self.step, float(self._first_group["lr"]))
+        self._received(self.path.before_optimizer())
+        if self._gradient is not None:
+            self._skip_if_nonfinite(self._gradient, self._scaled if step_follows else ())
+
+    def _received(self, headers: Headers | None) -> None:
+        if headers is None:
+            return
+        assert self._gradient is not None
+        self.headers.received(headers, among_all=self.levels[self._gradient.level] is self.levels.world)
+        if self.headers.stop_due and self.path.in_backward:
+            self.headers.stop.exchanged(self.headers.step, headers.slowest_ms)
+
+    def _skip_if_nonfinite(self, sync: Sync, scaled: Sequence[ScaledSteps]) -> None:
+        check, queue = self._averager.check, self.levels[sync.level]
+        check.report_late(self._model_state.originals)
+        if any(each.scaled for each in self._scaled):
+            check.forget()  # the GradScaler decides
+        elif check.late:
+            flag = check.nonfinite_flag(queue, self._model_state.gradients, self.headers.step)
+            for each in scaled:
+                each.skip_step_if(flag)
+        elif check.has_nonfinite(queue, self._model_state.gradients, self.headers.step):
+            for each in scaled:
+                each.skip_step()
+
+    def after(self) -> None:
+        """Count a step, and synchronise weights where the plan says so."""
+        self.step += 1
+        if self.weights.in_flight:
+            self.weights.settle(self.plan, self.step)
+        for sync in self.plan.syncs_at(self.step, self.clock):
+            if sync.payload is Payload.WEIGHTS:
+                self.weights.sync(self.plan, sync, self.headers)
+                if sync.part is None and self.plan.is_outermost(sync):
+                    self.clock = SyncClock(self.step)
+                    self._compare_weights(local=True)
+        if self._gradient is not None and self._gradient.level is None:
+            self._compare_weights(local=False)
+        self.prepare()
+
+    def _compare_weights(self, local: bool) -> None:
+        self.divergence.after_sync(self.levels.world, self._model_state.params, local, self.step)
+
+    def average_weights(self) -> None:
+        """Average the weights of all workers, where local steps have made them different."""
+        self.weights.settle(self.plan, step=sys.maxsize)
+        if self.plan.local and self.step >= self.plan.schedule.start and self.clock.since != self.step:
+            self.weights.average_all()
+
+    def change(self, plan: Plan) -> None:
+        """Go on with another plan. Residuals of the old codec are dropped."""
+        self.levels.prepare(plan.levels)
+        self.average_weights()
+        self.plan = plan
+        self.clock = SyncClock(since=max(self.step, plan.schedule.start - 1))
+        self._model_state.reset()
+        self.weights.forget()
+        self.prepare()
+
+    def regroup(self, group: dist.ProcessGroup) -> None:
+        """Go on with the workers of another group."""
+        levels = self.levels.regrouped(self.plan.levels, group)
+        self.levels = self.weights.levels = self._averager.levels = levels
+        self._averager.check.forget()  # of a step that failed half-way
+        self.weights.drop_in_flight()
+        self.divergence = DivergenceCheck(self.divergence.every)  # it counts: from now on the same on all workers
+        self.prepare()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this worker must save besides model and optimizer."""
+        return {
+            "plan": repr(self.plan),
+            "step": self.step,
+            "since": self.clock.since,
+            "lr": self.clock.lr,
+            "layout": self.path.layout(),
+            **self._model_state.state_dict(),
+            **self.weights.state_dict(),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        if saved["plan"] != repr(self.plan):
+            raise ValueError(
+                f"this state was saved under {saved['plan']} and the plan is {self.plan!r}: the state of one codec is "
+                f"of no use to another. Attach laconic.plan({saved['plan']!r}), load, then change(...) to the new plan."
+            )
+        self.step = saved["step"]
+        self.clock = SyncClock(saved["since"], saved["lr"])
+        self._model_state.load_state_dict(saved)
+        self.path.repeat_layout(saved["layout"])
+        self.weights.load_state_dict(saved)
+        self.headers.stop.restart()
+        self.prepare()
