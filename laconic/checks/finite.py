@@ -107,7 +107,8 @@ class NonFiniteCheck:
                 end = stop.value
                 break
             x = request.x
-            if _has_flag(request):
+            on_cpu = isinstance(request, Mean) and x.device.type == "cpu"
+            if on_cpu and x.dtype in (torch.float32, torch.float64) and x.numel():
                 fine = is_finite(x)
                 own.append(None if fine else _first_nonfinite(tensors))
                 if not fine:
@@ -206,13 +207,6 @@ def is_finite(x: Tensor) -> bool:
     """
     total = x.sum(dtype=torch.float32 if x.element_size() < 4 else None).item()
     return math.isfinite(total) or bool(x.isfinite().all())  # a sum may overflow though all terms are finite
-
-
-def _has_flag(request: Request) -> bool:
-    """Return whether the first number of a message can carry the flag: floats on the CPU that are averaged."""
-    x = request.x
-    on_cpu = isinstance(request, Mean) and x.device.type == "cpu"
-    return on_cpu and x.dtype in (torch.float32, torch.float64) and x.numel() > 0
 
 
 def _finding(x: Tensor, tensors: Mapping[str, Tensor], first: bool) -> Finding:

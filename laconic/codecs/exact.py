@@ -35,7 +35,8 @@ class Exact:
 
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
         """Average `tensors` as they are."""
-        if reuse and can_collect(tensors):
+        some = next(iter(tensors.values()), None)
+        if reuse and some is not None and some.is_cuda and can_collect(tensors):
             return (yield from self._collected(tensors, state))
         flat = pack(tensors, alias=reuse)
         if flat.numel():  # no collective for nothing

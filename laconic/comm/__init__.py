@@ -1,1 +1,7 @@
 """How exchanges run: over a process group, in lockstep in one process, or dry, where bytes are only counted."""
+
+from laconic.comm.dry import dry
+from laconic.comm.lockstep import lockstep
+from laconic.comm.requests import Averaged, Exchange, Gather, Mean, Request, State, Tensors
+
+__all__ = ["Averaged", "Exchange", "Gather", "Mean", "Request", "State", "Tensors", "dry", "lockstep"]

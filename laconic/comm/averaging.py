@@ -14,12 +14,18 @@ from laconic.comm.requests import Averaged, Exchange, Mean, all_finite
 LARGE_BYTES = 1 << 20
 """Tensors from this size on are averaged in their own memory; smaller ones are packed, which costs less than latency."""
 
-PIECE_BYTES = 10 << 20
+PIECE_BYTES = 6 << 20
 """What one collective averages: a piece of a large tensor, or small ones packed. Up to three are in flight, each with
-one copy besides: together less than two of DDP's buckets."""
+two copies at most: together no more than two of DDP's buckets."""
 
 
-def average_in_place(queue: CollectiveQueue, tensors: Mapping[str, Tensor], phase: str = "weights") -> None:
+def average_in_place(
+    queue: CollectiveQueue,
+    tensors: Mapping[str, Tensor],
+    phase: str = "weights",
+    large_bytes: int = LARGE_BYTES,
+    piece_bytes: int = PIECE_BYTES,
+) -> None:
     """Replace each tensor by its mean over the workers, and wait for it.
 
     Tensors keep their storage, strides and dtype. Each dtype is averaged by itself. Equal replicas stay bit-equal.
@@ -27,10 +33,13 @@ def average_in_place(queue: CollectiveQueue, tensors: Mapping[str, Tensor], phas
     those in flight neither. Extra memory is at most two of DDP's buckets.
     """
     if queue.workers > 1:
-        queue.run_all(in_pieces({name: t.detach() for name, t in tensors.items()}), phase)
+        detached = {name: t.detach() for name, t in tensors.items()}
+        queue.run_all(in_pieces(detached, large_bytes, piece_bytes), phase)
 
 
-def in_pieces(tensors: Mapping[str, Tensor]) -> Iterator[Exchange]:
+def in_pieces(
+    tensors: Mapping[str, Tensor], large_bytes: int = LARGE_BYTES, piece_bytes: int = PIECE_BYTES
+) -> Iterator[Exchange]:
     """Divide tensors into exchanges of one collective each, by their shapes and dtypes alone, which all workers share.
 
     Memory layout decides only how this worker handles a piece: one that is not contiguous, or shares memory with
@@ -38,11 +47,11 @@ def in_pieces(tensors: Mapping[str, Tensor]) -> Iterator[Exchange]:
     """
     tied = overlapping(tensors)
     for name, t in tensors.items():
-        if t.nbytes >= LARGE_BYTES:
-            for piece in cut(t, PIECE_BYTES):
+        if t.nbytes >= large_bytes:
+            for piece in cut(t, piece_bytes):
                 yield _averaged({name: piece}, in_place=name not in tied)
-    small = {name: t for name, t in tensors.items() if 0 < t.nbytes < LARGE_BYTES}
-    for names in in_buckets(small, PIECE_BYTES):
+    small = {name: t for name, t in tensors.items() if 0 < t.nbytes < large_bytes}
+    for names in in_buckets(small, piece_bytes):
         yield _averaged({name: small[name] for name in names}, in_place=False)
 
 

@@ -18,6 +18,9 @@ from laconic.comm.requests import Gather, Mean, Request
 
 Group = dist.ProcessGroup
 
+BLOCK = 1 << 17
+"""Elements that are averaged at a time."""
+
 
 def launch(request: Request, group: Group | None) -> Generator[Any, None, Tensor]:
     """Launch the collectives that serve `request`, yield the handle of each, and return the result."""
@@ -45,16 +48,25 @@ def sums_exactly(dtype: torch.dtype, workers: int) -> bool:
 
 
 def _wide_mean(x: Tensor, workers: int, group: Group | None) -> Generator[Any, None, Tensor]:
-    flat = x.reshape(-1)
-    share = -(-flat.numel() // workers)  # rounded up
-    padded = flat.new_zeros(workers * share)
-    padded[: flat.numel()] = flat
-    pieces = torch.empty_like(padded)
-    yield dist.all_to_all_single(_as_bytes(pieces), _as_bytes(padded), group=group, async_op=True)
-    mine = mean(pieces.view(workers, share).unbind()).to(x.dtype)
-    rows = list(_as_bytes(padded).view(workers, -1).unbind())
-    yield dist.all_gather(rows, _as_bytes(mine), group=group, async_op=True)
-    return padded[: flat.numel()].view(x.shape)
+    """Average one shard of `x` on each worker, then gather the shards: one copy of `x` in extra memory."""
+    flat = x.contiguous().view(-1)
+    share = -(-flat.numel() // workers)  # rounded up: the last shards may be smaller, or empty
+    shards = [max(0, min(share, flat.numel() - worker * share)) for worker in range(workers)]
+    me = dist.get_rank(group)
+    buffer = flat.new_empty(workers * share)
+    received = buffer[: workers * shards[me]]
+    in_bytes = [size * flat.element_size() for size in shards]
+    yield dist.all_to_all_single(
+        _as_bytes(received), _as_bytes(flat), [in_bytes[me]] * workers, in_bytes, group=group, async_op=True
+    )
+    rows = received.view(workers, shards[me]).unbind()
+    mine = flat.new_empty(share)
+    for start in range(0, shards[me], BLOCK):  # in blocks that stay in a core's cache, without large temporaries
+        end = min(start + BLOCK, shards[me])
+        mine[start:end] = mean([row[start:end] for row in rows])
+    gathered = list(_as_bytes(buffer).view(workers, -1).unbind())
+    yield dist.all_gather(gathered, _as_bytes(mine), group=group, async_op=True)
+    return flat.copy_(buffer[: flat.numel()]).view(x.shape)
 
 
 def _as_bytes(x: Tensor) -> Tensor:

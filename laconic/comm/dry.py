@@ -1,7 +1,7 @@
-"""The dry wire: nothing is sent, everything is counted.
+"""Dry runs: nothing is sent, everything is counted.
 
-The codec itself runs, usually on meta tensors, and its requests are written to a ledger. So the planned bytes
-cannot drift from the real ones: there is no second formula.
+The codec itself runs, usually on meta tensors, and its requests are written to a ledger. So there is no second formula
+for bytes that could differ from the real ones.
 """
 
 from __future__ import annotations

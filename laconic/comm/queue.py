@@ -29,10 +29,12 @@ from torch.futures import Future
 
 from laconic.comm.collectives import Group, launch
 from laconic.comm.requests import Averaged, Exchange, gather, operation, payload_bytes
-from laconic.comm.running import Batch, Running, new_future
+from laconic.comm.running import Batch, Running, new_future, resolved
 from laconic.comm.timeout import CollectiveTimeout
 from laconic.ledger import Ledger
 from laconic.torch_private.distributed import ordered_by_stream, second_group
+
+__all__ = ["CollectiveQueue", "new_future", "resolved"]
 
 
 @dataclass(frozen=True)

@@ -154,13 +154,13 @@ class Session:
         """
         return any([observer.report(self, loss, tokens) for observer in self._observers])
 
-    def stop_on(self, *signals: signal.Signals) -> None:
+    def stop_on(self, *signals: signal.Signals, every_s: float = 0.5) -> None:
         """Stop on these signals, by default SIGTERM. Every worker calls it, before the first step.
 
         When one worker gets a signal, `should_stop` becomes True on all after the same step: save, and leave the loop.
-        DDP and sharded models that average gradients then exchange about 40 bytes more twice a second.
+        DDP and sharded models that average gradients then exchange about 40 bytes more every `every_s` seconds.
         """
-        self._steps.headers.stop.on(*(signals or (signal.SIGTERM,)))
+        self._steps.stop_on(signals or (signal.SIGTERM,), every_s)
 
     @property
     def should_stop(self) -> bool:

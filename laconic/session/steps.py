@@ -6,6 +6,7 @@ plan says so, and the next step is prepared. A step in which nothing is synchron
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -61,15 +62,19 @@ class Steps:
     def prepare(self) -> None:
         """Prepare the next step: whether gradients are averaged in it, and where deltas start from."""
         number = self.step + 1
-        self._ledger.step = self.headers.step = number
-        self.headers.plan = self.plan
+        self._ledger.step = number
         syncs = self.plan.syncs_at(number, self.clock)
         gradient = next((sync for sync in syncs if sync.payload is Payload.GRADIENT), None)
         self._gradient = gradient
-        self.headers.among_all = gradient is not None and gradient.level is None
+        self.headers.begin_step(self.plan, number, gradient is not None and gradient.level is None)
         self.path.begin_step(gradient, None if gradient is None else self.plan.codec_of(gradient, number))
         if self.weights.anchor is None and self.plan.needs_anchor and number >= self.plan.schedule.start:
             self.weights.set_anchor()
+
+    def stop_on(self, signals: Sequence[signal.Signals], every_s: float) -> None:
+        """Stop together on these signals, from the next step on."""
+        self.headers.stop.on(signals, every_s)
+        self.prepare()
 
     def average_gradients(self) -> None:
         """Average the gradients of a bare module now."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 
 from laconic.checks.headers import Header, Headers
 from laconic.plans.plan import Plan
 
-EVERY_MS, MOST_STEPS = 500, 64
-"""How often models that average gradients in backward exchange headers under `stop_on`."""
+MOST_STEPS = 64
+"""After how many steps at most models that average gradients in backward exchange headers under `stop_on`."""
 
 
 @dataclass(eq=False)
@@ -24,6 +25,7 @@ class Stop:
     """Whether this worker was asked to stop, and whether all workers know that some worker was."""
 
     watched: bool = False
+    every_s: float = 0.5
     asked: bool = False
     agreed: bool = False
     _due: int = 0
@@ -31,9 +33,9 @@ class Stop:
     _last: tuple[int, float] | None = None
     """The step of the last exchange, and its time."""
 
-    def on(self, *signals: signal.Signals) -> None:
+    def on(self, signals: Sequence[signal.Signals], every_s: float) -> None:
         """Take these signals as a request to stop."""
-        self.watched = True
+        self.watched, self.every_s = True, every_s
         for each in signals:
             signal.signal(each, self._handle)
 
@@ -53,7 +55,7 @@ class Stop:
     def exchanged(self, step: int, slowest_ms: int) -> None:
         """Set the step of the next exchange, from the duration of the slowest worker, the same on all."""
         self._last = (step, time.monotonic())
-        self._due = step + max(1, min(MOST_STEPS, EVERY_MS // slowest_ms if slowest_ms else 1))
+        self._due = step + max(1, min(MOST_STEPS, int(1000 * self.every_s) // slowest_ms if slowest_ms else 1))
 
     def restart(self) -> None:
         """Exchange headers at the next step, whichever that is."""
@@ -68,18 +70,18 @@ class StepHeaders:
     parameters: int
     stop: Stop
     step: int = 1
-    among_all: bool = False
-    """Whether all workers average gradients in this step."""
+    stop_due: bool = False
+    """Whether a header is exchanged beside gradients in this step, only to stop together."""
+
+    def begin_step(self, plan: Plan, step: int, among_all: bool) -> None:
+        """Make headers of this step from now on, in which all workers average gradients or not."""
+        self.plan, self.step = plan, step
+        self.stop_due = among_all and self.stop.is_due(step)
 
     def header(self, *, finite: bool = True, with_gradient: int = 0, step_ms: int = 0) -> Header:
         """Make a header."""
         asked = self.stop.asked
         return Header(self.step, self.plan.text, self.parameters, finite, asked, with_gradient, step_ms)
-
-    @property
-    def stop_due(self) -> bool:
-        """Whether a header is exchanged beside gradients in this step, only to stop together."""
-        return self.among_all and self.stop.is_due(self.step)
 
     def stop_header(self) -> Header:
         """Make a header that says how long steps take."""

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.comm import Averaged, DivergedError, Exchange, Gather, Mean, Request, lockstep
+from laconic import DesyncError
+from laconic.comm import Averaged, Exchange, Gather, Mean, Request, lockstep
 from laconic.ledger import Ledger
 
 
@@ -87,7 +88,7 @@ def test_an_exchange_may_ask_for_nothing() -> None:
     ids=["operation", "shape", "dtype", "rounds"],
 )
 def test_workers_that_part_are_named(exchanges: list[Exchange], said: str) -> None:
-    with pytest.raises(DivergedError) as error:
+    with pytest.raises(DesyncError) as error:
         lockstep(exchanges)
     assert str(error.value) == (
         f"{said}\n  Every worker must ask for the same things in the same order. Does its data decide what it sends?"
@@ -95,7 +96,7 @@ def test_workers_that_part_are_named(exchanges: list[Exchange], said: str) -> No
 
 
 def test_workers_that_sum_differently_are_named() -> None:
-    with pytest.raises(DivergedError):
+    with pytest.raises(DesyncError):
         lockstep([asking(Mean(torch.ones(2))), asking(Mean(torch.ones(2), wide=True))])
 
 

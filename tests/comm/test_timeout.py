@@ -74,5 +74,5 @@ def test_of_many_parts_each_has_its_time(timeout):
     work = Parts(any_comes=True)
     timeout.wait(work, "step 1")
     assert work.come == 10
-    with pytest.raises(LostWorkerError, match="nothing came for"):
+    with pytest.raises(LostWorkerError, match="no result for"):
         timeout.wait(Parts(any_comes=False), "step 2")

@@ -219,7 +219,7 @@ def _compiled(worker: int, text: str, outside: bool) -> Tensor:
         _loss(model, worker, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert all("_orig_mod" not in name and not name.startswith("module.") for name in session._model_state.params)
+    assert all("_orig_mod" not in name and not name.startswith("module.") for name in session.parameters)
     return weights(module)
 
 

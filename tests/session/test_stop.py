@@ -14,18 +14,18 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
-from laconic import checkpoint, stopping
+from laconic import checkpoint
+from laconic.session.stop import MOST_STEPS, Stop
 from tests.session.models import batch, mlp, weights
 from tests.workers import run_workers
 
 
 def _train(worker: int, text: str, wrapped: bool, folder: str | None, told: int | None) -> tuple[int, Tensor]:
-    stopping.EVERY_MS = 0  # ask at every step
     module = mlp()
     model: nn.Module = DDP(module) if wrapped else module
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     session = laconic.attach(laconic.plan(text), model, optimizer)
-    session.stop_on(signal.SIGTERM)
+    session.stop_on(signal.SIGTERM, every_s=0)
     if folder is not None and checkpoint.generations(folder):
         saved: Any = checkpoint.load(folder).state
         module.load_state_dict(saved["model"])
@@ -65,7 +65,7 @@ def _seldom(worker: int) -> tuple[int, int]:
     model = DDP(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     session = laconic.attach(laconic.ddp(), model, optimizer)
-    session.stop_on(signal.SIGTERM)
+    session.stop_on(signal.SIGTERM, every_s=0)
     while not session.should_stop and session.step < 500:
         if worker == 1 and session.step == 200:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -80,24 +80,24 @@ def _seldom(worker: int) -> tuple[int, int]:
 def test_workers_that_average_gradients_ask_each_other_twice_a_second_and_stop_together():
     (step, asked), *others = run_workers(_seldom, 3)
     assert others == [(step, asked)] * 2
-    assert 200 < step <= 201 + stopping.MOST_STEPS
+    assert 200 < step <= 201 + MOST_STEPS
     assert asked < step / 2, "steps of a few milliseconds"
 
 
 def test_the_pace_of_the_slowest_says_when_to_ask_again(monkeypatch):
     clock = 0.0
     monkeypatch.setattr("laconic.session.stop.time.monotonic", lambda: clock)
-    stop = stopping.Stop(watched=True)
-    assert stop.is_due(1) and stop.pace_ms(1) == 0
-    stop.has_asked(1, 0)
+    stop = Stop(watched=True)
+    assert stop.is_due(1) and stop.step_ms(1) == 0
+    stop.exchanged(1, 0)
     assert stop.is_due(2)
     clock = 0.1
-    assert stop.pace_ms(2) == 100
-    stop.has_asked(2, 120)
+    assert stop.step_ms(2) == 100
+    stop.exchanged(2, 120)
     assert [step for step in range(3, 8) if stop.is_due(step)] == [6, 7]  # 4 of 120 ms
-    stop.has_asked(6, 2000)
+    stop.exchanged(6, 2000)
     assert stop.is_due(7)
-    stop.has_asked(7, 1)
-    assert not stop.is_due(6 + stopping.MOST_STEPS) and stop.is_due(7 + stopping.MOST_STEPS)
-    stop.begin_anew()
-    assert stop.is_due(1) and not stopping.Stop().is_due(1)
+    stop.exchanged(7, 1)
+    assert not stop.is_due(6 + MOST_STEPS) and stop.is_due(7 + MOST_STEPS)
+    stop.restart()
+    assert stop.is_due(1) and not Stop().is_due(1)

@@ -55,9 +55,9 @@ def test_one_bad_gradient(text, wrapped, policy):
     assert stood_still == (policy != "exclude")
     assert not torch.equal(trace[STEP + 1], trace[STEP]), "the next step is clean"
     if policy == "exclude":
-        assert "33% of the workers brought NaN or Inf, and were left out" in said
+        assert "33% of the workers had NaN or Inf, and were left out" in said
     else:
-        assert f"step {STEP}: worker {SICK} brought NaN or Inf, in 0.weight" in said
+        assert f"step {STEP}: worker {SICK} had NaN or Inf, in 0.weight" in said
     if policy == "raise":
         assert f"[{SICK}]" in said
 
@@ -82,7 +82,7 @@ def _one_parameter(worker: int, text: str, wrapped: bool) -> tuple[str, bool]:
 @pytest.mark.parametrize("text", ["ddp()", "power_sgd(rank=1)", "Plan(codec=Cast('bf16'))"])
 def test_the_parameter_that_is_named_is_the_culprits_own(text, wrapped):
     for said, stood_still in run_workers(_one_parameter, 2, (text, wrapped)):
-        assert f"worker {SICK} brought NaN or Inf, in 2.weight. No worker steps" in said
+        assert f"worker {SICK} had NaN or Inf, in 2.weight. No worker steps" in said
         assert stood_still
 
 
@@ -94,7 +94,7 @@ def _late(worker: int, text: str, fused: bool, wrapped: bool) -> tuple[list[Tens
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     trace, told = [], []
     with laconic.attach(laconic.plan(text), model, optimizer) as session:
-        session._model_state.guard.late = fused
+        session._averager.check.late = fused
         for step in range(1, 7):
             x, y = batch(worker, step)
             if worker == SICK and step in (STEP, STEP + 2):
@@ -117,7 +117,7 @@ def test_an_optimizer_that_skips_by_itself_is_not_waited_for(text, wrapped):
         assert torch.equal(trace[STEP - 1], trace[STEP - 2]) and not torch.equal(trace[STEP], trace[STEP - 1])
         assert [told, told_at_once] == [[0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 2, 2]]
         for each, step in zip(said, (STEP, STEP + 2), strict=True):
-            assert f"step {step}: worker {SICK} brought NaN or Inf, in 0.weight. No worker has stepped" in each
+            assert f"step {step}: worker {SICK} had NaN or Inf, in 0.weight. No worker has stepped" in each
 
 
 def _skipping(worker: int, wrapped: bool, late: bool) -> tuple[list[Tensor], list[str]]:
@@ -128,7 +128,7 @@ def _skipping(worker: int, wrapped: bool, late: bool) -> tuple[list[Tensor], lis
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     trace = []
     with laconic.attach(laconic.ddp(), model, optimizer) as session:
-        session._model_state.guard.late = late
+        session._averager.check.late = late
         session.stop_on(signal.SIGUSR1)
         for step in range(1, 7):
             x, y = batch(worker, step)
@@ -153,7 +153,7 @@ def test_a_worker_may_skip_the_step_that_it_has_spoiled(wrapped, late):
         assert_equal_bits([trace[step] for trace, _ in results])
     for trace, said in results:
         assert [torch.equal(*pair) for pair in pairwise(trace)] == [False, True, False, False, False]
-        assert len(said) == 1 and f"step {STEP}: worker {SICK} brought NaN or Inf, in " in said[0]
+        assert len(said) == 1 and f"step {STEP}: worker {SICK} had NaN or Inf, in " in said[0]
 
 
 def test_without_the_sick_worker_the_mean_is_that_of_the_others():
@@ -199,12 +199,12 @@ def test_a_worker_whose_weights_are_spoiled_adopts_those_of_the_others(text):
         now = [trace[step - 1] for trace, _ in results]
         assert_equal_bits(now)
         assert now[0].isfinite().all()
-    assert all(f"step 4, weights: worker {SICK} brought NaN or Inf" in said for _, said in results)
+    assert all(f"step 4, weights: worker {SICK} had NaN or Inf" in said for _, said in results)
 
 
 def test_or_the_round_is_refused():
     results = run_workers(_sick_weights, 3, ("post_local_sgd(period=4)", "raise"))
-    assert all(len(trace) == 3 and f"worker {SICK} brought NaN or Inf" in said for trace, said in results)
+    assert all(len(trace) == 3 and f"worker {SICK} had NaN or Inf" in said for trace, said in results)
 
 
 def _flipped(worker: int, text: str, wrapped: bool) -> tuple[str, int]:
