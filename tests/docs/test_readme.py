@@ -29,7 +29,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 def test_the_diff_is_a_program_with_one_line_more():
     block = blocks(ROOT / "README.md", "diff")[0]
     added = [line[2:] for line in block.splitlines() if line.startswith("+")]
-    assert [line.split("(")[0] for line in added] == ["import laconic", "laconic.session.session"]
+    assert [line.split("(")[0] for line in added] == ["import laconic", "laconic.attach"]
     program = "\n".join(line[2:] for line in block.splitlines())
 
     class Model(nn.Linear):
