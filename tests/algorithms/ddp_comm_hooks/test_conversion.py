@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from laconic.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from laconic.torch_pickle import read_power_sgd_state
+from laconic.algorithms.ddp_comm_hooks.torch_state import read_power_sgd_state
 from tests.algorithms.implementations import power
 from tests.cluster.models import batch, mlp
 from tests.workers import run_workers
