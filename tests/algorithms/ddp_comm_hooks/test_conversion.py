@@ -44,7 +44,7 @@ def _flat(model: DDP) -> Tensor:
 def _converted(worker: int, folder: str, settings: dict[str, Any], feedback: Any) -> dict[str, float]:
     """Train with torch, save; go on with torch, and with the twin; compare.
 
-    A new DDP model rebuilds its buckets after the first backward, so torch's memory is converted at the second backward. To
+    A new DDP model rebuilds its buckets after the first backward, so torch's memory is converted at the second. To
     compare the same steps, two backward passes without an optimizer step come first.
     """
     theirs = power("torch").PowerSGDState(None, start_powerSGD_iter=2, matrix_approximation_rank=2, **settings)
