@@ -1,4 +1,4 @@
-"""torch's PowerSGD memory, which belongs to buckets, made ours, which belongs to parameters."""
+"""Convert the memory of torch's PowerSGD hook, which is keyed by bucket, to laconic's, which is keyed by parameter."""
 
 import logging
 from collections.abc import Mapping
@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic.algorithms.ddp_comm_hooks.torch_state import PickledState
 from laconic.codecs import LowRank
 from laconic.codecs.contract import wide_dtype
-from laconic.torch_pickle import PickledState
 
 logger = logging.getLogger(__name__)
 
 
 class Conversion:
-    """Fits the memory of a pickled state to DDP's buckets, once they are laid out as they were when it was saved."""
+    """Assigns the memory of a pickled state to parameters, once DDP has the bucket layout that it had when saving."""
 
     def __init__(self, pickled: PickledState) -> None:
         self.pickled = pickled
@@ -23,13 +23,13 @@ class Conversion:
         self._backwards = 0
 
     def fit(self, tensors: Mapping[str, Tensor], last: bool, state: Any) -> bool:
-        """Look at one more bucket; at the last of a backward, take the memory over. Return whether it is settled."""
+        """Add one bucket. After the last bucket of the second backward, convert or drop the memory and return True."""
         self._buckets.append(dict(tensors))
         if not last:
             return False
         buckets, self._buckets = self._buckets, []
         self._backwards += 1
-        if self._backwards < 2:  # DDP lays its buckets out anew after the first backward, as it did before saving
+        if self._backwards < 2:  # DDP rebuilds its buckets after the first backward, as it did before saving
             return False
         low_rank = LowRank(state.matrix_approximation_rank, state.min_compression_rate)
         if self._matches(buckets, low_rank):
@@ -49,7 +49,7 @@ class Conversion:
     def _matches(self, buckets: list[dict[str, Tensor]], low_rank: LowRank) -> bool:
         saved = self.pickled
         if not saved.error_dict and not saved.q_memory_dict:
-            return True  # nothing to take over
+            return True  # nothing to convert
         for index, bucket in enumerate(buckets):
             sizes = _factor_sizes(bucket, low_rank)
             if saved.use_error_feedback and _numel(saved.error_dict, index) != sum(t.numel() for t in bucket.values()):
@@ -76,21 +76,23 @@ class Conversion:
                 ours.update({name: piece for name, piece in pieces.items() if name in matrices})
         if saved.use_error_feedback and index in saved.error_dict:
             residuals = _cut(saved.error_dict[index], {name: t.shape for name, t in bucket.items()}, bucket)
-            # Under our rule tensors that travel exactly owe nothing: what torch collected there sums to zero.
+            # With feedback="own", tensors that are not compressed have no residual. torch's residuals of these sum to
+            # zero over the workers.
             kept = residuals if state.feedback == "mean" else {name: residuals[name] for name in matrices}
             state.error_dict.update(kept)
 
 
 def torch_factors(low_rank: LowRank, t: Tensor) -> bool:
-    """Whether torch makes factors for `t`: for matrices, and below a rate of 1 for vectors, as matrices of one column.
+    """Whether torch makes factors for `t`: for matrices, and below a rate of 1 also for vectors, as one column.
 
-    Vectors travel exactly here. But the random numbers that torch draws for them come before those of later matrices.
+    laconic does not compress vectors, but must draw torch's random numbers for them to get the same ones for the
+    matrices that follow.
     """
     return t.dim() > 0 and low_rank.accepts(torch.Size([t.shape[0], t.shape[1:].numel()]))
 
 
 def _factor_sizes(bucket: Mapping[str, Tensor], low_rank: LowRank) -> dict[str, tuple[int, int, int]]:
-    """Rows, columns and rank of each matrix, by groups of one shape: the order in which torch lays factors out."""
+    """Rows, columns and rank of each matrix, grouped by shape: the order of the factors in torch's flat tensor."""
     shapes = {n: (t.shape[0], t.shape[1:].numel()) for n, t in bucket.items() if torch_factors(low_rank, t)}
     return {
         name: (*shape, min(low_rank.rank, *shape))

@@ -1,4 +1,4 @@
-"""A state that torch's hook pickled goes on under the twin, as it would have gone on under torch."""
+"""A state that torch's hook saved continues under the twin as it would have continued under torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from laconic.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from laconic.torch_pickle import read_power_sgd_state
+from laconic.algorithms.ddp_comm_hooks.torch_state import read_power_sgd_state
 from tests.algorithms.implementations import power
 from tests.session.models import batch, mlp
 from tests.workers import run_workers
@@ -44,7 +44,7 @@ def _flat(model: DDP) -> Tensor:
 def _converted(worker: int, folder: str, settings: dict[str, Any], feedback: Any) -> dict[str, float]:
     """Train with torch, save; go on with torch, and with the twin; compare.
 
-    A new DDP model lays its buckets out anew, so torch's memory can be taken over only at the second backward. To
+    A new DDP model rebuilds its buckets after the first backward, so torch's memory is converted at the second. To
     compare the same steps, two backward passes without an optimizer step come first.
     """
     theirs = power("torch").PowerSGDState(None, start_powerSGD_iter=2, matrix_approximation_rank=2, **settings)
@@ -60,7 +60,7 @@ def _converted(worker: int, folder: str, settings: dict[str, Any], feedback: Any
     for _ in range(2):
         twin.zero_grad()
         F.cross_entropy(twin(batch(worker, 99)[0].double()), batch(worker, 99)[1]).backward()
-    assert ours.error_dict, "nothing was taken over"
+    assert ours.error_dict, "nothing was converted"
     kept = sum(float(t.square().sum()) for t in ours.error_dict.values()) ** 0.5
     had = float(theirs.error_dict[0].norm())
     for step in range(SAVED_AT, STEPS):
@@ -75,10 +75,10 @@ def _converted(worker: int, folder: str, settings: dict[str, Any], feedback: Any
 def test_the_trajectory_goes_on_as_torchs(settings, tmp_path):
     for result in run_workers(_converted, 2, (str(tmp_path), settings, "mean")):
         assert result["apart"] < 1e-9, f"{result['apart']:.2g} apart after {STEPS - SAVED_AT} steps"
-        assert result["kept"] == pytest.approx(1, rel=1e-12), "the residual taken over is not torch's"
+        assert result["kept"] == pytest.approx(1, rel=1e-12), "the converted residual is not torch's"
 
 
-def test_under_our_rule_it_goes_on_as_well_and_what_vectors_owed_is_left_behind(tmp_path):
+def test_with_own_feedback_it_goes_on_as_well_and_residuals_of_vectors_are_dropped(tmp_path):
     for result in run_workers(_converted, 2, (str(tmp_path), {}, "own")):
         assert 0.1 < result["kept"] < 1
         assert result["apart"] < 1e-9
@@ -87,10 +87,10 @@ def test_under_our_rule_it_goes_on_as_well_and_what_vectors_owed_is_left_behind(
 class _Listener(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.messages.append(record.getMessage())
 
 
 def _other_model(worker: int, folder: str) -> tuple[list[str], int, int]:
@@ -107,7 +107,7 @@ def _other_model(worker: int, folder: str) -> tuple[list[str], int, int]:
     for step in range(4):
         other.zero_grad()
         F.cross_entropy(other(batch(worker, step, width=48)[0].double()), batch(worker, step)[1]).backward()
-    return [text for text in listener.said if "dropped" in text], ours.iter, len(ours.error_dict)
+    return [text for text in listener.messages if "dropped" in text], ours.iter, len(ours.error_dict)
 
 
 def test_memory_of_another_model_is_dropped_with_a_warning(tmp_path):
