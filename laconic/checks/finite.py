@@ -150,7 +150,9 @@ class NonFiniteCheck:
             return False
         now = gradients()
         bad, where = _who_and_where(queue, seen, list(now))
-        message = f"step {step}: {names(bad)} had NaN or Inf, in {where or _first_nonfinite(now) or 'several parameters'}"
+        message = (
+            f"step {step}: {names(bad)} had NaN or Inf, in {where or _first_nonfinite(now) or 'several parameters'}"
+        )
         if self.policy == "raise":
             raise NonFiniteError(f"{message}. No worker has stepped.", bad)
         logger.warning("%s. No worker steps, and no codec keeps anything of it.", message)
@@ -219,7 +221,9 @@ def _finding(x: Tensor, tensors: Mapping[str, Tensor], first: bool) -> Finding:
     return None if all(map(is_finite, looked_at)) else _first_nonfinite(tensors)
 
 
-def _who_and_where(queue: CollectiveQueue, seen: Sequence[_Observed], parameters: Iterable[str]) -> tuple[list[int], str]:
+def _who_and_where(
+    queue: CollectiveQueue, seen: Sequence[_Observed], parameters: Iterable[str]
+) -> tuple[list[int], str]:
     """Find the workers whose messages were the first that were not finite, and the first parameter that they name."""
     order = {name: index for index, name in enumerate(parameters, start=2)}
     own = [_code(finding, order) for each in seen for finding in each.own]

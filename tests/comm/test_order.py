@@ -4,38 +4,38 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
-from laconic.comm.queue import CollectiveQueue
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import run_workers
 
+ALL_REDUCE = dist.all_reduce
 
-def _delay_callbacks(worker: int, run: int) -> None:
-    """Let every step of every exchange come late, by another random time on each worker."""
-    lots = random.Random(f"{worker}/{run}")
-    for name in ("_begin", "_advance"):
-        plain = getattr(CollectiveQueue, "plain" + name, None) or getattr(CollectiveQueue, name)
-        setattr(CollectiveQueue, "plain" + name, plain)
 
-        def late(self, running, plain=plain):
-            if lots.random() < 0.05:
-                time.sleep(lots.random() * 0.004)
-            plain(self, running)
+def _delay_collectives(worker: int, run: int) -> None:
+    """Launch collectives late, by another random time on each worker."""
+    random_of_worker = random.Random(f"{worker}/{run}")
 
-        setattr(CollectiveQueue, name, late)
+    def late(*args: Any, **kwargs: Any) -> Any:
+        if random_of_worker.random() < 0.05:
+            time.sleep(random_of_worker.random() * 0.004)
+        return ALL_REDUCE(*args, **kwargs)
+
+    dist.all_reduce = late
 
 
 def _stress(worker: int, runs: int, steps: int) -> list[Tensor]:
     results = []
     for run in range(runs):
-        _delay_callbacks(worker, run)
+        _delay_collectives(worker, run)
         lots = random.Random(f"backward/{worker}/{run}")
         module = mlp(seed=run, width=256, depth=8)  # 2 MB of gradients in 9 matrices
         ddp = DDP(module, bucket_cap_mb=0.25)

@@ -32,7 +32,9 @@ def _attach(model: Any, plan: laconic.Plan | None = None, **options: Any) -> lac
 def _refuse_groups(worker: int) -> None:
     mesh = two_by_two()
     peer = worker ^ 1
-    named = rf"0.weight is sharded over workers \[.*\], and the group that is to agree has worker {peer} among them"
+    named = (
+        rf"0.weight is sharded over workers \[.*\], and the group that averages it contains worker {peer},"
+    )
     named += r".*hold the same shard.*group=mesh\[\"replicate\"\].get_group\(\)"
     for group in (None, mesh["shard"].get_group()):
         with pytest.raises(ValueError, match=named):

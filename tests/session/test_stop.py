@@ -65,7 +65,7 @@ def _seldom(worker: int) -> tuple[int, int]:
     model = DDP(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     session = laconic.attach(laconic.ddp(), model, optimizer)
-    session.stop_on(signal.SIGTERM, every_s=0)
+    session.stop_on(signal.SIGTERM)
     while not session.should_stop and session.step < 500:
         if worker == 1 and session.step == 200:
             os.kill(os.getpid(), signal.SIGTERM)
