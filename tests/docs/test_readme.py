@@ -1,4 +1,4 @@
-"""The README tells the truth: its Python blocks run, its diff is a program, its commands exist."""
+"""The README and the docs are correct: Python blocks run, the diff is a program, links and plans are valid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
         exec(compile(block, page.name, "exec"), {})  # noqa: S102 - the documentation's own code
 
 
-def test_the_diff_is_a_program_with_one_line_more():
+def test_the_diff_is_a_program():
     block = blocks(ROOT / "README.md", "diff")[0]
     added = [line[2:] for line in block.splitlines() if line.startswith("+")]
     assert [line.split("(")[0] for line in added] == ["import laconic", "laconic.attach"]
@@ -43,7 +43,7 @@ def test_the_diff_is_a_program_with_one_line_more():
     assert not torch.equal(before, model.weight)
 
 
-def test_every_link_to_a_file_leads_somewhere():
+def test_every_linked_file_exists():
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
