@@ -1,4 +1,4 @@
-"""The table of faults names tests that there are, one or more for each fault that is answered."""
+"""The table of faults names existing tests, at least one for each fault that laconic handles."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_the_readmes_first_program_runs_as_pasted(tmp_path):
     assert sent == other and int(sent.replace(",", "")) < exact / 8
 
 
-def test_every_link_to_a_file_leads_somewhere():
+def test_every_linked_file_exists():
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"

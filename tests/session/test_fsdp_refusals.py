@@ -81,7 +81,7 @@ def _refuse_models(worker: int) -> None:
     state = changed._get_fsdp_state()
     (unit,) = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     del unit.all_reduce_grads
-    with pytest.raises(RuntimeError, match=r"FSDP of torch .* is not as laconic knows it \(.*all_reduce_grads"):
+    with pytest.raises(RuntimeError, match=r"FSDP of torch .* is not as laconic expects \(.*all_reduce_grads"):
         _attach(changed)
 
 
