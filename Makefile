@@ -4,13 +4,18 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.laconic-installed
 
-.PHONY: compare test nightly lint types clean
+.PHONY: compare test test-all nightly lint types clean
 .DELETE_ON_ERROR:
 
 compare: $(STAMP)
 	$(BIN)/laconic compare
 
+# What a contributor needs at every change.
 test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not root and not nightly"
+
+# The slow tests, and those that need root for network namespaces, too.
+test-all: $(STAMP)
 	$(BIN)/python -m pytest -m "not nightly"
 
 nightly: $(STAMP)

@@ -8,7 +8,8 @@ torch.set_num_threads(1)
 
 collect_ignore_glob = []
 if importlib.util.find_spec("triton") is None:  # only these files need it
-    needs = ("triton_*", "fused", "group", "collect", "orthonormal")
-    collect_ignore_glob += [f"laconic/kernels/{name}.py" for name in needs]
+    collect_ignore_glob += ["laconic/kernels/cuda/*.py"]
+if importlib.util.find_spec("libcst") is None:
+    collect_ignore_glob += ["laconic/migrate/*.py"]
 if importlib.util.find_spec("torchft") is None:
     collect_ignore_glob += ["laconic/integrations/torchft.py"]
