@@ -52,9 +52,12 @@ class Training:
 
     def switch(self, on: bool) -> None:
         """Check everything from the next step on, as by default and after `stop_on`, or nothing."""
-        self.session._model_state.guard.policy = self.session._weight_sync.nonfinite = "skip" if on else "ignore"
-        self.session._weight_sync.stop.watched = on
-        self.session._divergence.every = None if on else 0
+        self.session.nonfinite = "skip" if on else "ignore"
+        self.session.verify_every = None if on else 0
+        if on:
+            self.session.stop_on(signal.SIGTERM)
+        else:
+            self.session.stop_on(signal.SIGTERM, every_s=float("inf"))
 
     def stretch(self, steps: int) -> float:
         """Seconds that the steps took."""
