@@ -190,8 +190,8 @@ def network(text: str | None, workers: int) -> Iterator[Any]:
     if text is None:
         yield None
         return
-    from laconic.compare.slow_link import slow_link
     from laconic.compare.links import link
+    from laconic.compare.slow_link import slow_link
 
     with slow_link(link(text, workers)) as made:
         yield made.hosts

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import nn
 
 import laconic
-from laconic.compare.settings import Settings
 from laconic.compare.lab.tasks import loss_of, make_task
+from laconic.compare.settings import Settings
 
 _context = multiprocessing.get_context("forkserver")
 

@@ -31,9 +31,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from laconic.checks.digests import digests
-from laconic.compare.settings import Settings
+from laconic.checks.finite import is_finite
+from laconic.comm.requests import all_finite
 from laconic.compare.lab.tasks import loss_of, make_task
-from laconic.comm.requests import all_finite, is_finite
+from laconic.compare.settings import Settings
 
 STRETCH, WARM_UP = 16, 32
 

@@ -3,7 +3,7 @@
     python benchmarks/tiles.py
 
 Beside each kernel, what its passes over the gradients would take at the bandwidth of a copy. The fastest belong in the
-tables of `laconic/kernels/triton_low_rank.py`. Needs a GPU, Triton and laconic's core on the path.
+tables of `laconic/kernels/cuda/triton_low_rank.py`. Needs a GPU, Triton and laconic's core on the path.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from shapes import MODELS
 from torch import Tensor
 
 from laconic.codecs import LowRank
-from laconic.kernels import triton_low_rank as kernels
-from laconic.kernels.cuda.matrices import Group
+from laconic.kernels.cuda import triton_low_rank as kernels
 from laconic.kernels.cuda.launches import Launch, Sequence
+from laconic.kernels.cuda.matrices import Group
 from laconic.kernels.cuda.triton_low_rank import Blocks
 
 RANKS = (1, 4, 16, 64)
