@@ -1,4 +1,4 @@
-"""These tests write thousands of small files and wait for the disk after each, so their folders are in memory."""
+"""These tests write thousands of small files and fsync each, so their folders are in memory."""
 
 from __future__ import annotations
 
