@@ -12,9 +12,8 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from laconic.checkpoint.checked_files import check_file, check_size
 from laconic.checkpoint.folder import complete, discard
-from laconic.checkpoint.manifest import Manifest, read_manifest, worker_file
+from laconic.checkpoint.manifest import Manifest, check_file, read_manifest, worker_file
 from laconic.checkpoint.records import Checkpoint, CheckpointError, Loaded
 from laconic.checkpoint.worker_file import read_worker_file
 from laconic.checkpoint.workers import resolve_worker
@@ -111,8 +110,10 @@ def _inspect(step: int, path: Path, read: Callable[[Path, Manifest], T]) -> tupl
         return Checkpoint(step, path, None if manifest is None else manifest.workers, str(error)), None
 
 
-def _reader(worker: int, workers: int | None, check: str) -> Callable[[Path, Manifest], Loaded | str]:
-    """Return what `load` does with a checkpoint: read it, or return why it does not fit this worker."""
+def _reader(
+    worker: int, workers: int | None, check: str, *, discard_data: bool = False
+) -> Callable[[Path, Manifest], Loaded | str]:
+    """Return a function that reads a worker's state from a checkpoint, or returns why it does not fit the worker."""
 
     def read(path: Path, manifest: Manifest) -> Loaded | str:
         misfit = _misfit(path, manifest, worker, workers)
@@ -120,7 +121,10 @@ def _reader(worker: int, workers: int | None, check: str) -> Callable[[Path, Man
         for name in map(worker_file, range(manifest.workers) if check == "all" else ()):
             if misfit or name != worker_file(worker):
                 check_file(path / name, manifest.files[name])
-        return misfit or Loaded(_read_state(path, manifest, worker), manifest.step, worker, manifest.workers)
+        if misfit:
+            return misfit
+        state = _read_state(path, manifest, worker, discard_data=discard_data)
+        return Loaded(state, manifest.step, worker, manifest.workers)
 
     return read
 
@@ -138,7 +142,7 @@ def _misfit(path: Path, manifest: Manifest, worker: int, workers: int | None) ->
 
 def _check_sizes(path: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
-        check_size(path / name, record)
+        check_file(path / name, record, size_only=True)
 
 
 def _check_all(path: Path, manifest: Manifest) -> None:
@@ -162,30 +166,23 @@ def newest_common(folder: StrPath, *, worker: int | None = None, workers: int | 
     Each worker reads its own file only. So the workers may also have folders of their own, on their own disks, each
     saved as by a single worker: `newest_common(folder, worker=0, workers=1)`.
     """
-    place, (worker, workers) = Path(folder), resolve_worker(worker, workers)
+    place, read = Path(folder), _reader(*resolve_worker(worker, workers), check="own", discard_data=True)
     found, limit = complete(place), 2**63 - 1
+
+    def is_good(step: int) -> bool:
+        inspected, result = _inspect(step, found[step], read)
+        if not inspected.good:
+            logger.warning("%s is damaged and was skipped: %s", inspected.path, inspected.problem)
+        return isinstance(result, Loaded)
+
     while True:
-        good = (step for step in reversed(found) if step <= limit and _is_good(step, found[step], worker, workers))
-        own = next(good, -1)
+        own = next((step for step in reversed(found) if step <= limit and is_good(step)), -1)
         lowest, highest = _minimum(own), -_minimum(-own)
         if lowest < 0:
             raise CheckpointError(f"newest_common: no step in {place} is good on every worker. {_steps(found)}")
         if lowest == highest:
             return lowest
         limit = lowest
-
-
-def _is_good(step: int, path: Path, worker: int, workers: int | None) -> bool:
-    def fits(path: Path, manifest: Manifest) -> bool:
-        if _misfit(path, manifest, worker, workers):
-            return False
-        _read_state(path, manifest, worker, discard_data=True)
-        return True
-
-    inspected, good = _inspect(step, path, fits)
-    if not inspected.good:
-        logger.warning("%s is damaged and was skipped: %s", path, inspected.problem)
-    return bool(good)
 
 
 def _minimum(value: int) -> int:

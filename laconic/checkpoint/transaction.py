@@ -20,10 +20,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from laconic.checkpoint.atomic_write import write_synced
-from laconic.checkpoint.checked_files import FileRecord, parse_json, read_small
 from laconic.checkpoint.folder import discard, folder_name, make_temporary, put_in_place, sweep, try_lock
 from laconic.checkpoint.loading import checkpoints, verify
-from laconic.checkpoint.manifest import Manifest, parse_record, worker_file, write_manifest
+from laconic.checkpoint.manifest import FileRecord, Manifest, read_record, worker_file, write_manifest
 from laconic.checkpoint.records import CheckpointError
 from laconic.checkpoint.worker_file import write_worker_file
 
@@ -136,8 +135,10 @@ class SaveTransaction:
         missing = list(range(self.workers))
 
         def all_written() -> bool:
-            for worker in [each for each in missing if os.path.lexists(self._part(each))]:
-                files[worker_file(worker)] = self._read_part(worker)
+            for worker in [each for each in missing if self._part(each).exists()]:
+                if not self._part(worker).stat().st_size:
+                    raise CheckpointError(f"worker {worker} could not write its part; its own error gives the reason.")
+                files[worker_file(worker)] = read_record(self._part(worker))
                 missing.remove(worker)
             return not missing
 
@@ -147,12 +148,6 @@ class SaveTransaction:
             os.unlink(self._part(worker))
         write_manifest(self.temporary, Manifest(self.step, self.workers, files))
         put_in_place(self.temporary, self.step)
-
-    def _read_part(self, worker: int) -> FileRecord:
-        data = read_small(self._part(worker))
-        if not data:
-            raise CheckpointError(f"worker {worker} could not write its part; its own error gives the reason.")
-        return parse_record(parse_json(data, self._part(worker).name), self._part(worker).name)
 
     def _wait_for_commit(self) -> None:
         if not _wait_until(lambda: not self._is_ours(self.temporary), self.timeout_s):

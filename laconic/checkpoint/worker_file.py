@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
-from laconic.checkpoint.checked_files import MAX_JSON_BYTES, FileRecord, file_record, parse_json
+from laconic.checkpoint.manifest import MAX_JSON_BYTES, FileRecord, file_record, parse_json
 from laconic.checkpoint.records import CheckpointError
 from laconic.checkpoint.tree import dense, dtype_name, unflatten
 

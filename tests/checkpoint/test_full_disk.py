@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import resource
 import subprocess
@@ -58,21 +59,21 @@ def check_failed(folder: Path, error: CheckpointError, reason: str) -> None:
 @pytest.mark.parametrize("call", ["fsync", "rename", "mkdir", "chmod", "open once", "rename once"])
 def test_whichever_call_fails_the_older_checkpoint_is_intact(tmp_path, monkeypatch, call, wait):
     (name, _, once), failures = call.partition(" "), 0
-    for after in range(100):
+    for after in itertools.count():
         folder = tmp_path / str(after)
         checkpoint.save(folder, OLD, step=1)
         failing = Failing(getattr(os, name), after, once=bool(once))
         with monkeypatch.context() as patch:
             patch.setattr(os, name, failing)
             error = error_of(folder, wait)
-        if error is None:  # also where one call may fail, such as looking for what a dead process left
+        if error is None:
             assert same(checkpoint.load(folder).state, NEW)
         else:
             check_failed(folder, error, "No space left on device")
             failures += 1
         if failing.left >= 0:
             break
-    assert failures >= 1 and error is None
+    assert failures >= 1
 
 
 @contextmanager

@@ -174,11 +174,11 @@ def test_in_the_background_the_state_of_the_call_is_saved(tmp_path):
         tmp_path, {"w": weights, "view": weights[::2], "c": torch.view_as_complex(weights.view(2, 2))}, 1, 0, wait=False
     )
     weights.add_(1)
-    assert repr(saving) == "<Saving step 1: running>" and not saving.ended
+    assert (repr(saving), saving.ended) == ("<Saving step 1: running>", False)
     assert names(tmp_path) == [".step-00000001.tmp"]
     save_half(tmp_path, None, 1, 1)
-    assert saving.wait() and saving.ended and saving.error is None
-    assert repr(saving) == "<Saving step 1: in place>"
+    assert saving.wait() and saving.error is None
+    assert (repr(saving), saving.ended) == ("<Saving step 1: in place>", True)
     expected = {"w": torch.zeros(4), "view": torch.zeros(2), "c": torch.zeros(2, dtype=torch.complex64)}
     assert same(checkpoint.load(tmp_path, worker=0).state, expected)
 
