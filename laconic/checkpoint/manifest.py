@@ -23,7 +23,7 @@ from laconic.checkpoint.workers import is_whole
 
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 FORMAT, VERSION = "laconic checkpoint", 2
-MAX_JSON_BYTES = 32 << 20
+MAX_JSON_BYTES = 64 << 20
 """The limit for JSON in a checkpoint, on writing and on reading."""
 
 

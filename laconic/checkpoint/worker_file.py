@@ -53,7 +53,7 @@ def read_worker_file(path: Path, *, discard_data: bool = False) -> Any:
                     raise CheckpointError(f"it has no tensor {name[:80]!r}, or uses it twice.")
                 left.remove(name)
                 t = _read_tensor(file, name)
-                return t.to("meta") if discard_data else t
+                return t.to("meta") if discard_data else t.clone()  # into memory that torch can resize
 
             state = unflatten(parse_json((file.metadata() or {}).get("state", ""), "its state"), read)
             if left:
@@ -70,4 +70,4 @@ def _read_tensor(file: Any, name: str) -> Tensor:
         raise CheckpointError(f"its tensor {name[:80]!r} cannot be made: {str(error)[:200]}") from error
     if t.dtype is torch.bool and t.numel() and int(t.view(torch.uint8).max()) > 1:
         raise CheckpointError(f"its tensor {name[:80]!r} has bools other than 0 and 1.")
-    return t.clone()  # into memory that torch can resize
+    return t
