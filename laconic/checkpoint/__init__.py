@@ -1,28 +1,28 @@
-"""Save, verify, load and resize. No pickle, nothing half-written, no flipped bit that goes unnoticed.
+"""Save, verify, load and resize checkpoints: atomic, with digests, and without pickle.
 
     from laconic import checkpoint
 
-    checkpoint.save("checkpoints", {"talk": talk.state_dict(), "model": model.state_dict()}, step=talk.step)
+    checkpoint.save("checkpoints", {"session": session.state_dict(), "model": model.state_dict()}, step=session.step)
 
-    if checkpoint.generations("checkpoints"):
+    if checkpoint.checkpoints("checkpoints"):
         saved = checkpoint.load("checkpoints")
-        talk.load_state_dict(saved.state["talk"])
+        session.load_state_dict(saved.state["session"])
 
-Each worker saves a nest of its own: tensors to a safetensors file, the rest to JSON. A generation is a folder with the
-files of all workers and a manifest of their digests. It appears whole, when all have written; the last few are kept.
+Each worker saves its own state in a safetensors file. A checkpoint is a folder with the files of all workers and a
+manifest of their digests. It appears when all workers have written, and the last few are kept.
 """
 
-from laconic.checkpoint.generation import CheckpointError, Generation, Loaded
-from laconic.checkpoint.loading import generations, load, newest_common, rewind, verify
+from laconic.checkpoint.loading import checkpoints, load, newest_common, rewind, verify
+from laconic.checkpoint.records import Checkpoint, CheckpointError, Loaded
 from laconic.checkpoint.resizing import resize
 from laconic.checkpoint.saving import Saving, save
 
 __all__ = [
+    "Checkpoint",
     "CheckpointError",
-    "Generation",
     "Loaded",
     "Saving",
-    "generations",
+    "checkpoints",
     "load",
     "newest_common",
     "resize",

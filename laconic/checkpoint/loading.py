@@ -1,264 +1,208 @@
-"""Finding the newest generation that can be trusted, and reading a worker's state from it."""
+"""Find the newest checkpoint that is undamaged, and read the state of a worker from it."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from laconic.checkpoint.files import check_digest, check_size, opened, parse_json, read_small, size_of
-from laconic.checkpoint.folder import discard, in_place
-from laconic.checkpoint.generation import CheckpointError, Generation, Loaded
-from laconic.checkpoint.manifest import Manifest, files_of, read_manifest
-from laconic.checkpoint.nest import decode
-from laconic.checkpoint.seat import seat_of
-from laconic.checkpoint.tensors import TensorFile
+from laconic.checkpoint.folder import complete, discard
+from laconic.checkpoint.manifest import Manifest, check_file, read_manifest, worker_file
+from laconic.checkpoint.records import Checkpoint, CheckpointError, Loaded
+from laconic.checkpoint.worker_file import read_worker_file
+from laconic.checkpoint.workers import resolve_worker
 
 logger = logging.getLogger("laconic.checkpoint")
 
-Place: TypeAlias = str | os.PathLike[str]
+StrPath: TypeAlias = str | os.PathLike[str]
+T = TypeVar("T")
 
 
-def generations(folder: Place) -> list[Generation]:
-    """List what is saved, oldest first: a quick look at manifests and sizes. `verify` reads every byte.
+def checkpoints(folder: StrPath) -> list[Checkpoint]:
+    """List what is saved, oldest first, by manifests and file sizes only. `verify` reads every byte.
 
-    >>> generations("no-such-folder")
+    >>> checkpoints("no-such-folder")
     []
     """
-    return [_looked_at(step, path, _check_sizes) for step, path in in_place(Path(folder)).items()]
+    return [_inspect(step, path, _check_sizes)[0] for step, path in complete(Path(folder)).items()]
 
 
-def verify(folder: Place) -> list[Generation]:
-    """Read every byte of every generation, oldest first, and tell of each whether it is good.
-
-        for generation in verify("checkpoints"):
-            print(generation.step, generation.problem or "good")
+def verify(folder: StrPath, *, after: int = -1) -> list[Checkpoint]:
+    """Read every byte of the checkpoints later than step `after`, oldest first, and report which are good.
 
     Nothing is changed or removed.
     """
-    return [_looked_at(step, path, check_all) for step, path in in_place(Path(folder)).items()]
+    found = complete(Path(folder)).items()
+    return [_inspect(step, path, _check_all)[0] for step, path in found if step > after]
 
 
 def load(
-    folder: Place,
+    folder: StrPath,
     *,
     step: int | None = None,
     worker: int | None = None,
     workers: int | None = None,
     check: Literal["all", "own"] = "all",
 ) -> Loaded:
-    """Read this worker's state from the newest good generation, or from that of `step`.
+    """Read the state of this worker from the newest good checkpoint, or from that of `step`.
 
         saved = checkpoint.load("checkpoints")
         model.load_state_dict(saved.state["model"])
 
-    A damaged generation is passed over with a warning, and is in `skipped` of what is returned; if it was asked for, or
-    if none is good, that is a `CheckpointError`. Tensors come to the CPU.
+    Tensors are on the CPU. A damaged checkpoint is skipped with a warning, and listed in `skipped` of the result. If
+    `step` is damaged, or no checkpoint is good, that is a `CheckpointError`.
 
-    `worker` and `workers` are those of torch.distributed, or 0 and 1 without it. A generation of another number of
-    workers is refused, as each has a state of its own: read all, `load(folder, worker=w)` for each `w`, and `resize`.
+    `worker` and `workers` default to those of torch.distributed, or 0 and 1 without it. A checkpoint of another number
+    of workers is refused, as each worker has its own state: load all of them, `load(folder, worker=w)`, and `resize`.
 
-    Every worker checks the files of all, so that all come to the same generation without a word. Where that is too much
-    to read, agree on a step first: `load(folder, step=newest_common(folder), check="own")`.
+    Every worker checks the files of all workers, so that all choose the same checkpoint without communication. If that
+    is too much to read, agree on a step first: `load(folder, step=newest_common(folder), check="own")`.
     """
     if check not in ("all", "own") or (check == "own" and step is None):
         raise ValueError(
-            f'load(step={step}, check={check!r}): check is "all", or "own" for a step that the workers have agreed on, '
-            "or they might take different ones. newest_common(folder) finds such a step."
+            f'load(step={step}, check={check!r}): check must be "all", or "own" for a step that the workers have '
+            "agreed on; otherwise they could choose different ones. newest_common(folder) finds such a step."
         )
-    place, (mine, size) = Path(folder), seat_of(worker, workers)
-    found = in_place(place)
-    if step is not None:
-        return _load_asked(place, found, step, mine, size, check)
-    skipped: list[Generation] = []
-    for each, path in reversed(found.items()):
-        manifest = None
-        try:
-            manifest = read_manifest(path, each)
-            fits = _misfit(path, manifest, mine, size) is None
-            _check_files(path, manifest, [w for w in range(manifest.workers) if w != mine or not fits])
-            if fits:
-                return Loaded(_read_state(path, manifest, mine), each, mine, manifest.workers, tuple(skipped))
-        except CheckpointError as error:
-            skipped.append(_bad(each, path, manifest, error))
-            logger.warning("%s cannot be trusted and is passed over: %s", path, error)
-            continue
-        raise CheckpointError(str(_misfit(path, manifest, mine, size)), tuple(skipped))
-    raise _none_good(place, skipped)
-
-
-def _load_asked(place: Path, found: dict[int, Path], step: int, worker: int, workers: int | None, check: str) -> Loaded:
-    if step not in found:
-        raise CheckpointError(f"load(step={step}): {place} has no such step. {_steps(found)}")
-    path = found[step]
-    try:
-        manifest = read_manifest(path, step)
-        misfit = _misfit(path, manifest, worker, workers)
-        if misfit is None:
-            _check_files(path, manifest, [w for w in range(manifest.workers) if w != worker and check == "all"])
-            return Loaded(_read_state(path, manifest, worker), step, worker, manifest.workers)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"load(step={step}): {path} cannot be trusted: {error}\n"
-            "  Load without a step to take the newest good generation; verify(folder) tells which are."
-        ) from error
-    raise CheckpointError(misfit)
-
-
-def _none_good(place: Path, skipped: list[Generation]) -> CheckpointError:
-    if not skipped:
-        return CheckpointError(
-            f"load: {place} has no checkpoint. To begin anew where there is none, ask generations(folder) first."
-        )
-    reasons = "".join(f"\n  step {each.step}: {each.problem}" for each in skipped)
-    return CheckpointError(
-        f"load: none of the {len(skipped)} generations in {place} can be trusted.{reasons}\n"
-        "  Restore the folder from a copy, or begin anew in another one.",
+    place, (worker, workers) = Path(folder), resolve_worker(worker, workers)
+    found, skipped = _found(place, step, "load"), list[Checkpoint]()
+    for each in reversed(found) if step is None else [step]:
+        inspected, result = _inspect(each, found[each], _reader(worker, workers, check))
+        if isinstance(result, Loaded):
+            return replace(result, skipped=tuple(skipped))
+        if result is not None:
+            raise CheckpointError(result, tuple(skipped))
+        skipped.append(inspected)
+        if step is None:
+            logger.warning("%s is damaged and was skipped: %s", inspected.path, inspected.problem)
+    problems = "".join(f"\n  step {each.step}: {each.problem}" for each in skipped) or " there is none."
+    raise CheckpointError(
+        f"load(step={step}): no good checkpoint in {place}:{problems}\n  Load another step, restore the folder from a "
+        "copy, or start again; checkpoints(folder) is empty where nothing was saved.",
         tuple(skipped),
     )
 
 
-def _misfit(path: Path, manifest: Manifest, worker: int, workers: int | None) -> str | None:
-    """Say why a generation, good or not, is not for this worker of so many; None if it is."""
-    if workers is not None and workers != manifest.workers:
-        return (
-            f"{path} was saved by {manifest.workers} workers, and {workers} load it. Each has a state of its own: read "
-            f"all, load(folder, worker=w) for w in range({manifest.workers}), and resize(states, workers={workers})."
-        )
-    if worker >= manifest.workers:
-        return f"{path} was saved by {manifest.workers} workers, so it has no worker {worker}."
-    return None
-
-
-Check: TypeAlias = Callable[[Path, Manifest], None]
-
-
-def _looked_at(step: int, path: Path, check: Check) -> Generation:
-    manifest = None
-    try:
-        manifest = read_manifest(path, step)
-        check(path, manifest)
-    except CheckpointError as error:
-        return _bad(step, path, manifest, error)
-    return Generation(step, path, manifest.workers)
-
-
-def _bad(step: int, path: Path, manifest: Manifest | None, error: CheckpointError) -> Generation:
-    return Generation(step, path, None if manifest is None else manifest.workers, str(error))
-
-
-def _check_sizes(path: Path, manifest: Manifest) -> None:
-    for name, facts in manifest.files.items():
-        check_size(path / name, size_of(path / name), facts)
-
-
-def check_all(path: Path, manifest: Manifest) -> None:
-    """Make sure that every file is what was saved, and that every state can be read from it."""
-    for worker in range(manifest.workers):
-        _read_state(path, manifest, worker, skip_data=True)
-
-
-def _check_files(path: Path, manifest: Manifest, workers: list[int]) -> None:
-    _check_sizes(path, manifest)  # of all workers: it costs nothing
-    for name in (name for worker in workers for name in files_of(worker)):
-        with opened(path / name) as file:
-            check_digest(file, path / name, manifest.files[name])
-
-
-def _read_state(path: Path, manifest: Manifest, worker: int, skip_data: bool = False) -> Any:
-    """Read a worker's nest. Its files' digests are checked before anything in them is looked at."""
-    tree_path, tensors_path = (path / name for name in files_of(worker))
-    with opened(tree_path) as tree_file, opened(tensors_path) as tensors_file:
-        for file, each in ((tree_file, tree_path), (tensors_file, tensors_path)):
-            check_digest(file, each, manifest.files[each.name])
-        tree = parse_json(read_small(tree_file, tree_path), tree_path.name)
-        tensors = TensorFile(tensors_file, tensors_path)
-        try:
-            state = decode(tree, tensors.skip if skip_data else tensors.take)
-            tensors.finish()
-        except CheckpointError as error:
-            raise CheckpointError(f"the state of worker {worker} cannot be read: {error}") from error
-    return state
-
-
-def newest_common(folder: Place, *, worker: int | None = None, workers: int | None = None) -> int:
-    """Find the newest step that is good for every worker of torch.distributed's group; all of them call it.
-
-        step = checkpoint.newest_common(folder)
-        saved = checkpoint.load(folder, step=step, check="own")
-
-    Each worker reads only its own files. So it also serves where workers have folders of their own, on their own disks,
-    each saved as by a single worker: `newest_common(folder, worker=0, workers=1)`.
-    """
-    place, (mine, size) = Path(folder), seat_of(worker, workers)
-    found = in_place(place)
-    below = 2**63 - 1
-    while True:
-        here = next((step for step in reversed(found) if step <= below and _own_good(found, step, mine, size)), -1)
-        step = _least(here)
-        if step < 0:
-            raise CheckpointError(f"newest_common: no step in {place} is good for every worker. {_steps(found)}")
-        if _least(int(_own_good(found, step, mine, size))):
-            return step
-        below = step - 1
-
-
-def _own_good(found: dict[int, Path], step: int, worker: int, workers: int | None) -> bool:
-    try:
-        manifest = read_manifest(found[step], step)
-        if _misfit(found[step], manifest, worker, workers):
-            return False
-        _read_state(found[step], manifest, worker, skip_data=True)
-    except KeyError:
-        return False
-    except CheckpointError as error:
-        logger.warning("%s cannot be trusted and is passed over: %s", found[step], error)
-        return False
-    return True
-
-
-def _least(value: int) -> int:
-    """Return the smallest of the workers' values."""
-    if not dist.is_available() or not dist.is_initialized():
-        return value
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    least = torch.tensor(value, dtype=torch.int64, device=device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return int(least)
+def _found(folder: Path, step: int | None, caller: str) -> dict[int, Path]:
+    """Return the checkpoints by step, and make sure that `step`, if given, is one of them."""
+    found = complete(folder)
+    if step is not None and step not in found:
+        raise CheckpointError(f"{caller}(step={step}): {folder} has no such step. {_steps(found)}")
+    return found
 
 
 def _steps(found: dict[int, Path]) -> str:
     return f"It has the steps {', '.join(map(str, found))}." if found else "It has no checkpoint."
 
 
-def rewind(folder: Place, step: int) -> list[Generation]:
-    """Remove all generations later than that of `step`, so that training can go on from there; tell which.
+def _inspect(step: int, path: Path, read: Callable[[Path, Manifest], T]) -> tuple[Checkpoint, T | None]:
+    """Read something from a checkpoint. If it is damaged, return None and the problem."""
+    manifest = None
+    try:
+        manifest = read_manifest(path, step)
+        return Checkpoint(step, path, manifest.workers), read(path, manifest)
+    except (CheckpointError, OSError) as error:
+        return Checkpoint(step, path, None if manifest is None else manifest.workers, str(error)), None
 
-        checkpoint.rewind("checkpoints", step=4000)
 
-    One worker does it, before the others load.
-    """
-    place = Path(folder)
-    found = in_place(place)
-    if step not in found:
-        raise CheckpointError(f"rewind(step={step}): {place} has no such step. {_steps(found)}")
-    kept = _looked_at(step, found[step], check_all)
-    if not kept.good:
-        raise CheckpointError(
-            f"rewind(step={step}): {kept.path} cannot be trusted: {kept.problem} Nothing was removed."
+def _reader(
+    worker: int, workers: int | None, check: str, *, discard_data: bool = False
+) -> Callable[[Path, Manifest], Loaded | str]:
+    """Return a function that reads a worker's state from a checkpoint, or returns why it does not fit the worker."""
+
+    def read(path: Path, manifest: Manifest) -> Loaded | str:
+        misfit = _misfit(path, manifest, worker, workers)
+        _check_sizes(path, manifest)
+        for name in map(worker_file, range(manifest.workers) if check == "all" else ()):
+            if misfit or name != worker_file(worker):
+                check_file(path / name, manifest.files[name])
+        if misfit:
+            return misfit
+        state = _read_state(path, manifest, worker, discard_data=discard_data)
+        return Loaded(state, manifest.step, worker, manifest.workers)
+
+    return read
+
+
+def _misfit(path: Path, manifest: Manifest, worker: int, workers: int | None) -> str:
+    if workers is not None and workers != manifest.workers:
+        return (
+            f"{path} was saved by {manifest.workers} workers, and {workers} load it. Each worker has its own state: "
+            f"load all, load(folder, worker=w) for w in range({manifest.workers}), and resize(states, {workers})."
         )
-    later = [_looked_at(each, path, _check_sizes) for each, path in found.items() if each > step]
-    for generation in later:
-        discard(generation.path)
+    if worker >= manifest.workers:
+        return f"{path} was saved by {manifest.workers} workers, so it has no worker {worker}."
+    return ""
+
+
+def _check_sizes(path: Path, manifest: Manifest) -> None:
+    for name, record in manifest.files.items():
+        check_file(path / name, record, size_only=True)
+
+
+def _check_all(path: Path, manifest: Manifest) -> None:
+    for worker in range(manifest.workers):
+        _read_state(path, manifest, worker, discard_data=True)
+
+
+def _read_state(path: Path, manifest: Manifest, worker: int, *, discard_data: bool = False) -> Any:
+    """Read a worker's file, after its digest was checked."""
+    name = worker_file(worker)
+    check_file(path / name, manifest.files[name])
+    return read_worker_file(path / name, discard_data=discard_data)
+
+
+def newest_common(folder: StrPath, *, worker: int | None = None, workers: int | None = None) -> int:
+    """Find the newest step that is good on every worker of torch.distributed's default group. All workers call it.
+
+        step = checkpoint.newest_common(folder)
+        saved = checkpoint.load(folder, step=step, check="own")
+
+    Each worker reads its own file only. So the workers may also have folders of their own, on their own disks, each
+    saved as by a single worker: `newest_common(folder, worker=0, workers=1)`.
+    """
+    place, read = Path(folder), _reader(*resolve_worker(worker, workers), check="own", discard_data=True)
+    found, limit = complete(place), 2**63 - 1
+
+    def is_good(step: int) -> bool:
+        inspected, result = _inspect(step, found[step], read)
+        if not inspected.good:
+            logger.warning("%s is damaged and was skipped: %s", inspected.path, inspected.problem)
+        return isinstance(result, Loaded)
+
+    while True:
+        own = next((step for step in reversed(found) if step <= limit and is_good(step)), -1)
+        lowest, highest = _minimum(own), -_minimum(-own)
+        if lowest < 0:
+            raise CheckpointError(f"newest_common: no step in {place} is good on every worker. {_steps(found)}")
+        if lowest == highest:
+            return lowest
+        limit = lowest
+
+
+def _minimum(value: int) -> int:
+    """Return the smallest of the workers' values."""
+    if not dist.is_available() or not dist.is_initialized():
+        return value
+    least = torch.tensor(value, dtype=torch.int64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least)
+
+
+def rewind(folder: StrPath, step: int) -> list[Checkpoint]:
+    """Remove all checkpoints later than `step`, so that training can continue from there, and return them.
+
+    One worker calls it, before the others load.
+    """
+    target, _ = _inspect(step, _found(Path(folder), step, "rewind")[step], _check_all)
+    if not target.good:
+        raise CheckpointError(f"rewind(step={step}): {target.path} is damaged: {target.problem} Nothing was removed.")
+    later = [each for each in checkpoints(folder) if each.step > step]
+    for each in later:
+        discard(each.path)
     return later
-
-
-def later_than(folder: Path, step: int) -> list[Generation]:
-    """Good generations of later steps, oldest first."""
-    looked = [_looked_at(each, path, check_all) for each, path in in_place(folder).items() if each > step]
-    return [generation for generation in looked if generation.good]

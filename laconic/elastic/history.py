@@ -113,7 +113,7 @@ class Shelf:
         if before is not None:
             before.wait()
         place = self._own / f"{PLACE}{generation:08d}"
-        there = [each.step for each in checkpoint.generations(place)]
+        there = [each.step for each in checkpoint.checkpoints(place)]
         for each in snapshots:
             if each.step > max(there, default=-1):
                 state = {"parts": each.parts, "by": None if each.by is None else astuple(each.by)}
@@ -164,5 +164,5 @@ class _Place:
 def _places(owner: Path) -> list[_Place]:
     found = {int(path.name[len(PLACE) :]): path for path in owner.glob(f"{PLACE}*") if path.name[-8:].isdecimal()}
     marked = (owner / LAST).read_text() if (owner / LAST).exists() else ""
-    steps = {number: tuple(each.step for each in checkpoint.generations(path)) for number, path in found.items()}
+    steps = {number: tuple(each.step for each in checkpoint.checkpoints(path)) for number, path in found.items()}
     return [_Place(path, number, steps[number], marked == str(number)) for number, path in found.items()]

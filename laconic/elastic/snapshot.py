@@ -15,9 +15,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from laconic.checkpoint.nest import decode, encode
 from laconic.checkpoint.resizing import RESIDUAL
-from laconic.checkpoint.tensors import DTYPES, NAMES, bits, snapshot
+from laconic.checkpoint.tree import NATIVE_DTYPES, as_bytes, dtype_name, flatten, snapshot, unflatten
 from laconic.elastic.errors import DamagedStateError
 
 Broadcast: TypeAlias = Callable[[Tensor], None]
@@ -76,13 +75,9 @@ def _copied(nest: Any) -> Any:
 
 def send(parts: dict[str, Any], broadcast: Broadcast) -> None:
     """Hand a snapshot's parts to those who `receive`."""
-    tensors: dict[str, Tensor] = {}
-    tree = encode(without_residuals(parts), tensors)
-    letters = [bits(t) for t in tensors.values()]
-    facts = [
-        [name, NAMES[t.dtype], list(t.shape)] if t.dtype in NAMES else [name, "U8", [letter.numel()]]
-        for (name, t), letter in zip(tensors.items(), letters, strict=True)
-    ]
+    tree, tensors = flatten(without_residuals(parts))
+    letters = [as_bytes(t) for t in tensors.values()]
+    facts = [[name, dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()]
     text = torch.frombuffer(bytearray(json.dumps([tree, facts]).encode()), dtype=torch.uint8)
     for letter in (torch.tensor([text.numel()]), text, *letters, _digest([text, *letters])):
         broadcast(letter)
@@ -95,7 +90,7 @@ def receive(broadcast: Broadcast) -> dict[str, Any]:
     text = torch.zeros(int(length), dtype=torch.uint8)
     broadcast(text)
     tree, facts = json.loads(bytes(text.tolist()))
-    tensors = {name: torch.zeros(shape, dtype=DTYPES[dtype]) for name, dtype, shape in facts}
+    tensors = {name: torch.zeros(shape, dtype=NATIVE_DTYPES[dtype]) for name, dtype, shape in facts}
     letters, digest = [_bytes(t) for t in tensors.values()], torch.zeros(32, dtype=torch.uint8)
     for letter in (*letters, digest):
         broadcast(letter)
@@ -104,7 +99,7 @@ def receive(broadcast: Broadcast) -> dict[str, Any]:
             f"the state that this worker was handed ({sum(map(len, letters))} bytes) has another SHA-256 than what was "
             "sent. Nothing of it is used. Start this worker again; if it comes again, look at its memory and network."
         )
-    parts: dict[str, Any] = decode(tree, tensors.__getitem__)
+    parts: dict[str, Any] = unflatten(tree, tensors.__getitem__)
     return parts
 
 

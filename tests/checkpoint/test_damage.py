@@ -1,4 +1,4 @@
-"""Damage of every kind is found, named, and stepped back from."""
+"""Damage of every kind is found and named, and the newest good checkpoint is used instead."""
 
 from __future__ import annotations
 
@@ -15,17 +15,9 @@ import torch
 
 from laconic import checkpoint
 from laconic.checkpoint import CheckpointError
-from tests.checkpoint.nests import same
+from tests.checkpoint.trees import same
 
-WORKERS = 2
-FILES = [
-    "manifest.json",
-    "manifest.sha256",
-    "worker-00000.json",
-    "worker-00000.safetensors",
-    "worker-00001.json",
-    "worker-00001.safetensors",
-]
+FILES = ["manifest.json", "manifest.sha256", "worker-00000.safetensors", "worker-00001.safetensors"]
 
 
 def state_of(step: int, worker: int) -> dict[str, object]:
@@ -33,7 +25,7 @@ def state_of(step: int, worker: int) -> dict[str, object]:
 
 
 def save_all(folder: Path, step: int) -> None:
-    """Save as both workers, one after the other: worker 0 begins, and completes when worker 1 is done."""
+    """Save as two workers, one after the other: worker 0 begins, and completes when worker 1 has written."""
     first = checkpoint.save(folder, state_of(step, 0), step=step, worker=0, workers=2, barrier=list, wait=False)
     checkpoint.save(folder, state_of(step, 1), step=step, worker=1, workers=2, barrier=list)
     assert first.wait()
@@ -46,103 +38,96 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_good_folder_loads(folder):
+def test_a_good_folder_loads_and_so_does_a_copy_of_it(folder, tmp_path_factory):
+    copy = tmp_path_factory.mktemp("copy") / "folder"
+    shutil.copytree(folder, copy)
     for worker in (0, 1):
-        saved = checkpoint.load(folder, worker=worker, workers=2)
-        assert (saved.step, saved.skipped) == (3, ()) and same(saved.state, state_of(3, worker))
+        for place in (folder, copy):
+            saved = checkpoint.load(place, worker=worker, workers=2)
+            assert (saved.step, saved.skipped) == (3, ()) and same(saved.state, state_of(3, worker))
         assert same(checkpoint.load(folder, step=2, worker=worker).state, state_of(2, worker))
-    assert [(g.step, g.workers, g.good) for g in checkpoint.verify(folder)] == [
-        (1, 2, True),
-        (2, 2, True),
-        (3, 2, True),
-    ]
+    assert [(c.step, c.workers, c.good) for c in checkpoint.verify(folder)] == [(s, 2, True) for s in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_worker_takes_the_newest_good_generation_and_says_what_was_wrong(folder, name, caplog):
+def test_every_worker_uses_the_newest_good_checkpoint_and_names_the_damage(folder, name, caplog):
     flip(folder / "step-00000003" / name, bit=9)
+    verified = checkpoint.verify(folder)
+    assert [each.good for each in verified] == [True, True, False] and name in verified[2].problem
     for worker in (0, 1):
         with caplog.at_level(logging.WARNING, "laconic.checkpoint"):
             saved = checkpoint.load(folder, worker=worker, workers=2)
         assert saved.step == 2 and same(saved.state, state_of(2, worker))
-        (skipped,) = saved.skipped
-        assert skipped.step == 3 and not skipped.good and "manifest" in skipped.problem
-        assert f"{skipped.path} cannot be trusted and is passed over: {skipped.problem}" in caplog.text
-    looked = checkpoint.verify(folder)
-    assert [g.good for g in looked] == [True, True, False] and looked[2].problem == skipped.problem
+        assert saved.skipped == (verified[2],)
+        assert f"{verified[2].path} is damaged and was skipped: {verified[2].problem}" in caplog.text
 
 
-def test_a_damaged_step_that_was_asked_for_is_an_error_with_both_digests(folder):
+def test_loading_a_damaged_step_is_an_error_with_both_digests(folder):
     path = folder / "step-00000002" / "worker-00001.safetensors"
-    said = json.loads((folder / "step-00000002" / "manifest.json").read_text())["files"][path.name]["sha256"]
+    listed = json.loads((path.parent / "manifest.json").read_text())["files"][path.name]["sha256"]
     flip(path, bit=-1)
     for worker in (0, 1):
         with pytest.raises(CheckpointError) as caught:
             checkpoint.load(folder, step=2, worker=worker)
-        assert f"load(step=2): {path.parent} cannot be trusted: worker-00001.safetensors has the SHA-256 " in str(
-            caught.value
-        )
-        assert f"and the manifest says {said}: its bytes are not those that were saved" in str(caught.value)
-        assert "Load without a step to take the newest good generation" in str(caught.value)
+        assert f"load(step=2): no good checkpoint in {folder}" in str(caught.value)
+        assert "step 2: worker-00001.safetensors has the SHA-256 " in str(caught.value)
+        assert f"but the manifest lists {listed}: its bytes are not those that were saved" in str(caught.value)
+        assert "Load another step" in str(caught.value)
     assert same(checkpoint.load(folder, step=2, worker=0, check="own").state, state_of(2, 0))
     with pytest.raises(CheckpointError):
         checkpoint.load(folder, step=2, worker=1, check="own")
 
 
-def test_none_is_good(folder):
+def test_no_checkpoint_is_good(folder):
     for step in (1, 2, 3):
-        (folder / f"step-{step:08d}" / "worker-00000.json").unlink()
-    with pytest.raises(CheckpointError, match=r"none of the 3 generations in .* can be trusted") as caught:
+        (folder / f"step-{step:08d}" / "worker-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no good checkpoint in .*\n  step 3: worker-0") as caught:
         checkpoint.load(folder, worker=0)
-    assert [(g.step, g.problem) for g in caught.value.skipped] == [
-        (step, "worker-00000.json is missing.") for step in (3, 2, 1)
-    ]
-    assert "step 3: worker-00000.json is missing." in str(caught.value)
+    problem = "worker-00000.safetensors is missing."
+    assert [(c.step, c.problem) for c in caught.value.skipped] == [(step, problem) for step in (3, 2, 1)]
 
 
-def test_there_is_none(tmp_path):
-    with pytest.raises(CheckpointError, match=r"has no checkpoint. To begin anew where there is none, ask generations"):
+def test_there_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match=r"there is none.\n.* checkpoints\(folder\) is empty where nothing"):
         checkpoint.load(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match=r"load\(step=3\): .* has no such step. It has no checkpoint."):
         checkpoint.load(tmp_path, step=3)
 
 
 def test_another_number_of_workers_is_refused_with_the_way_out(folder):
-    flip(folder / "step-00000003" / "worker-00000.json", bit=3)
-    with pytest.raises(
-        CheckpointError, match=r"step-00000002 was saved by 2 workers, and 3 load it.*workers=3"
-    ) as caught:
+    flip(folder / "step-00000003" / "worker-00000.safetensors", bit=3)
+    with pytest.raises(CheckpointError, match=r"step-00000002 was saved by 2 workers, and 3 load it.*resize") as caught:
         checkpoint.load(folder, worker=0, workers=3)
-    assert [g.step for g in caught.value.skipped] == [3]
+    assert [each.step for each in caught.value.skipped] == [3]
     with pytest.raises(CheckpointError, match=r"saved by 2 workers, and 1 load it"):
         checkpoint.load(folder, step=1)
     with pytest.raises(CheckpointError, match="so it has no worker 2"):
         checkpoint.load(folder, worker=2)
 
 
-def test_only_an_agreed_step_is_loaded_without_checking_the_others(folder):
-    with pytest.raises(ValueError, match=r'check is "all", or "own" for a step that the workers have agreed on'):
+def test_only_an_agreed_step_is_loaded_without_checking_the_other_workers(folder):
+    with pytest.raises(ValueError, match=r'check must be "all", or "own" for a step that the workers have agreed on'):
         checkpoint.load(folder, worker=0, check="own")
-    with pytest.raises(ValueError, match=r'check is "all"'):
+    with pytest.raises(ValueError, match=r'check must be "all"'):
         checkpoint.load(folder, worker=0, check="none")  # type: ignore[arg-type]
 
 
-def test_generations_under_each_others_names_are_refused(folder):
+def test_a_checkpoint_under_the_name_of_another_is_refused(folder):
     os.rename(folder / "step-00000002", folder / "two")
     os.rename(folder / "step-00000003", folder / "step-00000002")
     os.rename(folder / "two", folder / "step-00000003")
     assert checkpoint.load(folder, worker=0).step == 1
-    assert [g.problem for g in checkpoint.verify(folder)][1:] == [
-        "manifest.json is that of step 3, and lies where step 2 should.",
-        "manifest.json is that of step 2, and lies where step 3 should.",
+    assert [each.problem for each in checkpoint.verify(folder)][1:] == [
+        "manifest.json belongs to step 3, but is in the folder of step 2.",
+        "manifest.json belongs to step 2, but is in the folder of step 3.",
     ]
 
 
-def test_a_quick_look_sees_what_is_missing_or_cut(folder):
+def test_listing_finds_missing_and_truncated_files(folder):
     os.truncate(folder / "step-00000001" / "worker-00001.safetensors", 10)
-    (folder / "step-00000002" / "worker-00001.json").unlink()
-    assert [g.good for g in checkpoint.generations(folder)] == [False, False, True]
-    assert "has 10 bytes, and the manifest says" in checkpoint.generations(folder)[0].problem
+    (folder / "step-00000002" / "worker-00001.safetensors").unlink()
+    assert [each.good for each in checkpoint.checkpoints(folder)] == [False, False, True]
+    assert "has 10 bytes, but the manifest lists" in checkpoint.checkpoints(folder)[0].problem
 
 
 def flip(path: Path, bit: int) -> None:
@@ -152,92 +137,63 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
-Mutation = Callable[[random.Random, dict[str, bytes]], dict[str, bytes | None]]
-"""From the bytes of the files to those of the files that change; None removes one."""
+def overwritten(data: bytes, begin: int, patch: bytes) -> bytes:
+    return data[:begin] + patch[: len(data) - begin] + data[begin + len(patch) :]
 
 
-def flipped(rng: random.Random, files: dict[str, bytes]) -> dict[str, bytes | None]:
-    name = rng.choice(FILES)
-    data = bytearray(files[name])
-    for _ in range(rng.choice((1, 1, 1, 2, 8))):
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    return {name: bytes(data)}
+def flipped(rng: random.Random, data: bytes) -> bytes:
+    for begin in rng.sample(range(len(data)), rng.choice((1, 1, 1, 2, 8))):
+        data = overwritten(data, begin, bytes([data[begin] ^ 1 << rng.randrange(8)]))
+    return data
 
 
-def cut(rng: random.Random, files: dict[str, bytes]) -> dict[str, bytes | None]:
-    name = rng.choice(FILES)
-    return {name: files[name][: rng.randrange(len(files[name]))]}
-
-
-def grown(rng: random.Random, files: dict[str, bytes]) -> dict[str, bytes | None]:
-    name = rng.choice(FILES)
-    return {name: files[name] + rng.choice((b"\0", b" ", b"\n", rng.randbytes(rng.randrange(1, 40)), files[name]))}
-
-
-def swapped_bytes(rng: random.Random, files: dict[str, bytes]) -> dict[str, bytes | None]:
-    name = rng.choice(FILES)
-    data = bytearray(files[name])
+def swapped(rng: random.Random, data: bytes) -> bytes:
     i, j = rng.randrange(len(data)), rng.randrange(len(data))
-    data[i], data[j] = data[j], data[i]
-    return {name: bytes(data)}
+    return overwritten(overwritten(data, i, data[j : j + 1]), j, data[i : i + 1])
 
 
-def swapped_files(rng: random.Random, files: dict[str, bytes]) -> dict[str, bytes | None]:
-    a, b = rng.sample(FILES, 2)
-    return {a: files[b], b: files[a]}
+IN_ONE_FILE: list[Callable[[random.Random, bytes], bytes]] = [
+    flipped,
+    flipped,
+    swapped,
+    lambda rng, data: data[: rng.randrange(len(data))],
+    lambda rng, data: data + rng.choice((b"\0", b" ", b"\n", rng.randbytes(rng.randrange(1, 40)), data)),
+    lambda rng, data: overwritten(data, rng.randrange(len(data)), bytes(rng.choice((1, 16, 512)))),
+    lambda rng, data: data[(begin := rng.randrange(1, len(data))) :] + data[:begin],
+]
+"""Flipped bits, swapped bytes, and a file that is truncated, grown, zeroed in part, or rotated."""
 
 
-def removed(rng: random.Random, files: dict[str, bytes]) -> dict[str, bytes | None]:
-    return dict.fromkeys(rng.sample(FILES, rng.choice((1, 1, 2, 6))))
-
-
-def blanked(rng: random.Random, files: dict[str, bytes]) -> dict[str, bytes | None]:
+def mutated(rng: random.Random, files: dict[str, bytes]) -> dict[str, bytes | None]:
+    """Return the files that change; None removes one."""
+    kind = rng.randrange(len(IN_ONE_FILE) + 2)
+    if kind == len(IN_ONE_FILE):
+        return dict.fromkeys(rng.sample(FILES, rng.choice((1, 1, 2, 4))))
+    if kind > len(IN_ONE_FILE):
+        a, b = rng.sample(FILES, 2)
+        return {a: files[b], b: files[a]}
     name = rng.choice(FILES)
-    begin = rng.randrange(len(files[name]))
-    end = min(len(files[name]), begin + rng.choice((1, 16, 512)))
-    return {name: files[name][:begin] + bytes(end - begin) + files[name][end:]}
+    return {name: IN_ONE_FILE[kind](rng, files[name])}
 
 
-def moved(rng: random.Random, files: dict[str, bytes]) -> dict[str, bytes | None]:
-    name = rng.choice(FILES)
-    begin = rng.randrange(1, len(files[name]))
-    return {name: files[name][begin:] + files[name][:begin]}
-
-
-MUTATIONS: list[Mutation] = [flipped, flipped, cut, grown, swapped_bytes, swapped_files, removed, blanked, moved]
-
-
-def test_ten_thousand_damaged_checkpoints_none_of_which_loads(tmp_path):
+def test_none_of_ten_thousand_damaged_checkpoints_loads(tmp_path):
     save_all(tmp_path, 1)
     save_all(tmp_path, 2)
     place = tmp_path / "step-00000002"
     files = {name: (place / name).read_bytes() for name in FILES}
     rng, done = random.Random(20), 0
     while done < 10_000:
-        changed = {name: data for name, data in rng.choice(MUTATIONS)(rng, files).items() if data != files[name]}
+        changed = {name: data for name, data in mutated(rng, files).items() if data != files[name]}
         if not changed:
             continue
         done += 1
         for name, data in changed.items():
             (place / name).unlink() if data is None else (place / name).write_bytes(data)
-        assert refused(tmp_path, worker=done % WORKERS), f"damage {done} to {list(changed)} went unnoticed"
+        with pytest.raises(CheckpointError):
+            checkpoint.load(tmp_path, step=2, worker=done % 2)
         if done % 100 == 0:
             assert not checkpoint.verify(tmp_path)[1].good
-            assert checkpoint.load(tmp_path, worker=done % WORKERS).step == 1
+            assert checkpoint.load(tmp_path, worker=done % 2).step == 1
         for name in changed:
             (place / name).write_bytes(files[name])
     assert checkpoint.load(tmp_path, worker=0).step == 2
-
-
-def refused(folder: Path, worker: int) -> bool:
-    try:
-        checkpoint.load(folder, step=2, worker=worker)
-    except CheckpointError:
-        return True
-    return False
-
-
-def test_a_copied_folder_is_as_good(folder, tmp_path_factory):
-    copy = tmp_path_factory.mktemp("copy") / "folder"
-    shutil.copytree(folder, copy)
-    assert same(checkpoint.load(copy, worker=1).state, state_of(3, 1))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import resource
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +17,88 @@ import torch
 
 from laconic import checkpoint
 from laconic.checkpoint import CheckpointError
-from tests.checkpoint.nests import same
+from laconic.checkpoint.atomic_write import write_atomically
+from tests.checkpoint.trees import same
 
 OLD = {"w": torch.arange(100.0), "step": 1}
 NEW = {"w": torch.arange(100.0) + 1, "step": 2}
 
 
-def failing_after(calls: int, call: Callable[..., Any], once: bool) -> Callable[..., Any]:
-    left = [calls]
+class Failing:
+    """A function of the system that fails after some calls, once or from then on."""
 
-    def limited(*args: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] == -1 or (left[0] < 0 and not once):
+    def __init__(self, call: Callable[..., Any], after: int, once: bool = False) -> None:
+        self.call, self.left, self.once = call, after, once
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.left -= 1
+        if self.left == -1 or (self.left < 0 and not self.once):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return call(*args, **options)
-
-    return limited
+        return self.call(*args, **options)
 
 
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("call", ["write", "fsync", "rename", "mkdir", "open once", "rename once"])
-def test_whatever_fails_the_older_generation_is_intact(tmp_path, monkeypatch, call, wait):
-    checkpoint.save(tmp_path, OLD, step=1)
-    (name, _, once), failures = call.partition(" "), 0
-    while True:
-        with monkeypatch.context() as patch:
-            patch.setattr(os, name, failing_after(failures, getattr(os, name), once=bool(once)))
-            error = outcome(tmp_path, wait)
-        if error is None:
-            break
-        cause = error.__cause__
-        if isinstance(cause, CheckpointError):  # a file that was written could not be read
-            cause = cause.__cause__
-        assert isinstance(cause, OSError) and cause.errno == errno.ENOSPC
-        assert "step 2 was not saved" in str(error) and "No space left on device" in str(error)
-        assert "What was saved before is as it was. Make room" in str(error)
-        # The last fsync comes after the rename: then the new one is in place, if not yet for certain.
-        left = sorted(path.name for path in tmp_path.iterdir())
-        assert left in (["step-00000001"], ["step-00000001", "step-00000002"])
-        assert same(checkpoint.load(tmp_path, step=1).state, OLD)
-        failures += 1
-    assert failures >= 1
-    assert same(checkpoint.load(tmp_path).state, NEW)
-
-
-def outcome(folder: Path, wait: bool) -> CheckpointError | None:
+def error_of(folder: Path, wait: bool, state: Any = NEW) -> CheckpointError | None:
     try:
-        saving = checkpoint.save(folder, NEW, step=2, wait=wait)
+        saving = checkpoint.save(folder, state, step=2, wait=wait)
     except CheckpointError as error:
         assert wait
         return error
     saving.wait()
     return saving.error
+
+
+def check_failed(folder: Path, error: CheckpointError, reason: str) -> None:
+    assert "step 2 was not saved" in str(error) and reason in str(error)
+    assert "The older checkpoints are as they were." in str(error) and "free some space" in str(error)
+    # The last fsync comes after the rename: then the new one is in place, although that may not survive a crash.
+    assert sorted(os.listdir(folder)) in (["step-00000001"], ["step-00000001", "step-00000002"])
+    assert same(checkpoint.load(folder, step=1).state, OLD)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("call", ["fsync", "rename", "mkdir", "chmod", "open once", "rename once"])
+def test_whichever_call_fails_the_older_checkpoint_is_intact(tmp_path, monkeypatch, call, wait):
+    (name, _, once), failures = call.partition(" "), 0
+    for after in itertools.count():
+        folder = tmp_path / str(after)
+        checkpoint.save(folder, OLD, step=1)
+        failing = Failing(getattr(os, name), after, once=bool(once))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, failing)
+            error = error_of(folder, wait)
+        if error is None:
+            assert same(checkpoint.load(folder).state, NEW)
+        else:
+            check_failed(folder, error, "No space left on device")
+            failures += 1
+        if failing.left >= 0:
+            break
+    assert failures >= 1
+
+
+@contextmanager
+def largest_file(size_bytes: int) -> Iterator[None]:
+    """Let the system refuse to write more than this to any file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("state", [NEW, "small"], ids=["large tensors", "large manifest"])
+def test_wherever_writing_stops_the_older_checkpoint_is_intact(tmp_path, wait, state):
+    checkpoint.save(tmp_path, OLD, step=1)
+    for size_bytes in range(0, 10_000, 20):
+        with largest_file(size_bytes):
+            error = error_of(tmp_path, wait, state)
+        if error is None:
+            break
+        check_failed(tmp_path, error, "File too large")
+    assert size_bytes > 200
+    assert same(checkpoint.load(tmp_path).state, state)
 
 
 @pytest.fixture
@@ -95,7 +128,24 @@ def test_a_disk_that_is_really_full(small_disk, wait):
         else:
             saving = checkpoint.save(folder, large, step=step, wait=False)
             assert not saving.wait() and "No space left on device" in str(saving.error)
-    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+    assert os.listdir(folder) == ["step-00000001"]
     assert same(checkpoint.load(folder).state, OLD)
     checkpoint.save(folder, NEW, step=4)
     assert same(checkpoint.load(folder).state, NEW)
+
+
+def test_a_file_is_replaced_in_one_step_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    path.chmod(0o640)
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, Failing(getattr(os, name), after=0))
+            with pytest.raises(OSError, match="No space left"):
+                write_atomically(path, b"new")
+        assert os.listdir(tmp_path) == ["file"] and path.read_bytes() == b"old"
+    with largest_file(2), pytest.raises(OSError, match="File too large"):
+        write_atomically(path, b"new")
+    assert os.listdir(tmp_path) == ["file"] and path.read_bytes() == b"old"
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new" and path.stat().st_mode & 0o777 == 0o640

@@ -26,7 +26,7 @@ def _train(worker: int, text: str, wrapped: bool, folder: str | None, told: int 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     session = laconic.attach(laconic.plan(text), model, optimizer)
     session.stop_on(signal.SIGTERM, every_s=0)
-    if folder is not None and checkpoint.generations(folder):
+    if folder is not None and checkpoint.checkpoints(folder):
         saved: Any = checkpoint.load(folder).state
         module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])

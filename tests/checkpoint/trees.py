@@ -1,4 +1,4 @@
-"""Nests of state for tests, and when two of them are the same, bit for bit."""
+"""States for tests, and whether two of them are the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.checkpoint.tensors import AS_BITS, DTYPES, bits
+from laconic.checkpoint.tree import AS_BYTES, NATIVE_DTYPES, as_bytes
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two nests have the same types, keys in the same order, numbers, and tensors to the last bit."""
+    """Whether two states have the same types, keys in the same order, numbers, and tensors to the last bit."""
     if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape and bool((bits(a) == bits(b)).all())
+        return (
+            isinstance(b, Tensor)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and torch.equal(as_bytes(a), as_bytes(b))
+        )
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
@@ -32,10 +37,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 def rich() -> dict[str, Any]:
-    """Everything that a nest may hold."""
+    """Everything that a state may hold."""
     generator = torch.Generator().manual_seed(5)
     data = torch.randint(0, 256, (64,), dtype=torch.uint8, generator=generator)
-    dtypes = [dtype for dtype in (*DTYPES.values(), *AS_BITS.values()) if dtype not in (torch.bool, torch.complex32)]
+    dtypes = [dtype for dtype in (NATIVE_DTYPES | AS_BYTES).values() if dtype not in (torch.bool, torch.complex32)]
     return {
         "dtypes": {str(dtype): data.view(dtype).view(2, -1) for dtype in dtypes},
         "bool": data.view(8, 8) > 128,
@@ -47,12 +52,15 @@ def rich() -> dict[str, Any]:
         "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 4),
         "channels last": torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last),
         "conjugate": torch.tensor([1 + 2j]).conj(),
+        "negative bit": torch.tensor([1 + 2j]).conj().imag,
         "special": torch.tensor([math.nan, math.inf, -0.0, 1e-45]),
+        "shared": [data, data, data[8:24], data[:16]],
         "parameter": torch.nn.Parameter(torch.arange(3.0)).detach(),
         "generator": generator.get_state(),
         "plain": [None, True, False, 0, -1, 2**100, 0.1, -0.0, 5e-324, math.nan, math.inf, -math.inf, "", "text"],
         "tuple": ((), (1, (2.0, [3])), [()]),
         "nothing": {},
+        "long": 1 << 5000,
         "numbered": {0: {"step": torch.tensor(3.0)}, 1: {}, "0": "a string", -7: None},
     }
 
@@ -79,4 +87,4 @@ KEYS = [
     '"quoted"',
     "%s{}$(touch canary)",
 ]
-"""Keys that would be dangerous as the names of files."""
+"""Keys that would be dangerous as file names."""

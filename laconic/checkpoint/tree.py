@@ -1,0 +1,158 @@
+"""Split a nested state into a JSON skeleton and a flat dict of tensors, and join them again.
+
+Lists, strings, finite numbers, bools and None are themselves. Everything else is an object with one key, its kind:
+
+    {"lr": 0.1, "betas": (0.9, 0.999), 7: tensor}
+    {"dict": [["lr", 0.1], ["betas", {"tuple": [0.9, 0.999]}], [7, {"tensor": "7"}]]}
+
+Keys are strings or, as in optimizers, ints. They name tensors inside a file and never become file names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from laconic.checkpoint.records import CheckpointError
+from laconic.checkpoint.workers import is_whole
+
+MAX_DEPTH = 64
+_ALLOWED = "Save dicts, lists, tuples, tensors, strings, numbers, bools and None."
+
+Path: TypeAlias = tuple[str | int, ...]
+ReadTensor: TypeAlias = Callable[[str], Tensor]
+
+
+def _named(names: str) -> dict[str, torch.dtype]:
+    return {name: getattr(torch, name) for name in names.split()}
+
+
+NATIVE_DTYPES = _named(
+    "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool float8_e4m3fn float8_e5m2"
+)
+"""Dtypes that every reader of safetensors knows."""
+
+AS_BYTES = _named("complex32 complex64 complex128 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2")
+"""Dtypes that are stored as uint8."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dense(t: Tensor) -> Tensor:
+    """Return a contiguous tensor on the CPU; a copy only if `t` is not one."""
+    return t.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """Return the bytes of a tensor on the CPU, as uint8 of shape [bytes]."""
+    return dense(t).as_strided((t.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
+
+
+def snapshot(t: Tensor) -> Tensor:
+    """Copy a tensor to the CPU, contiguous, so that training can change the original."""
+    return t.detach().resolve_conj().resolve_neg().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def flatten(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Return the JSON skeleton of a state, and its tensors by name.
+
+    Tensors are not copied, but those of the dtypes in `AS_BYTES` are returned as uint8.
+
+    >>> flatten({"model": {"a/b": torch.zeros(2)}, "step": 3})
+    ({'dict': [['model', {'dict': [['a/b', {'tensor': 'model/a/b'}]]}], ['step', 3]]}, {'model/a/b': tensor([0., 0.])})
+    """
+    tensors: dict[str, Tensor] = {}
+    return _flatten(state, (), tensors), tensors
+
+
+def _flatten(value: Any, path: Path, tensors: dict[str, Tensor]) -> Any:
+    if len(path) > MAX_DEPTH:
+        raise TypeError(f"{_shown(path[:4])}... is nested more than {MAX_DEPTH} deep, or contains itself. {_ALLOWED}")
+    if isinstance(value, Tensor):
+        return _add(value, path, tensors)
+    if isinstance(value, Mapping):
+        for key in value:
+            if type(key) not in (str, int):
+                raise TypeError(f"{_shown(path)} has the key {key!r}: keys must be strings or ints.")
+        return {"dict": [[key, _flatten(item, (*path, key), tensors)] for key, item in value.items()]}
+    # Exact types: a subclass, such as numpy's float64, would be loaded as another type.
+    if type(value) in (list, tuple):
+        items = [_flatten(item, (*path, index), tensors) for index, item in enumerate(value)]
+        return items if type(value) is list else {"tuple": items}
+    if type(value) is float and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    raise TypeError(f"{_shown(path)} has the type {kind}, which a checkpoint does not hold. {_ALLOWED}")
+
+
+def _add(t: Tensor, path: Path, tensors: dict[str, Tensor]) -> Any:
+    dtype, plain = dtype_name(t.dtype), type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
+    if not plain or t.device.type == "meta" or dtype not in NATIVE_DTYPES | AS_BYTES:
+        raise TypeError(
+            f"{_shown(path)} is a {type(t).__name__} of {t.dtype} with layout {t.layout} on {t.device}, which a "
+            "checkpoint does not hold. Save a dense tensor with data, such as its to_local(), to_dense() or int_repr()."
+        )
+    base = "/".join(map(str, path)).encode("utf-8", "backslashreplace").decode()
+    name, count = base, 1
+    while name in tensors or name == "__metadata__":  # {"a": {"b": x}, "a/b": y}; safetensors reserves __metadata__
+        count += 1
+        name = f"{base}#{count}"
+    tensors[name] = t.detach() if dtype in NATIVE_DTYPES else as_bytes(t)
+    return {"tensor": name} if dtype in NATIVE_DTYPES else {"bytes": [name, dtype, list(t.shape)]}
+
+
+def _shown(path: Path) -> str:
+    return "state" + "".join(f"[{key!r}]" for key in path)
+
+
+def unflatten(skeleton: Any, read: ReadTensor, depth: int = 0) -> Any:
+    """Return the state of a skeleton that may be hostile; `read` returns the tensor of a name.
+
+    >>> unflatten({"dict": [["lr", 0.1], ["betas", {"tuple": [0.9, 0.999]}]]}, read=lambda name: torch.zeros(2))
+    {'lr': 0.1, 'betas': (0.9, 0.999)}
+    """
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"it is nested more than {MAX_DEPTH} deep.")
+    match skeleton:
+        case list():
+            return [unflatten(item, read, depth + 1) for item in skeleton]
+        case {"dict": list(pairs), **rest} if not rest:
+            return _unflatten_dict(pairs, read, depth)
+        case {"tuple": list(items), **rest} if not rest:
+            return tuple(unflatten(item, read, depth + 1) for item in items)
+        case {"tensor": str(name), **rest} if not rest:
+            return read(name)
+        case {"bytes": [str(name), str(dtype), list(shape)], **rest} if not rest and dtype in AS_BYTES:
+            return _from_bytes(read(name), AS_BYTES[dtype], shape)
+        case {"float": "nan" | "inf" | "-inf" as text, **rest} if not rest:
+            return float(text)
+        case dict():
+            raise CheckpointError(f"it has an object of unknown kind: {str(skeleton)[:80]}.")
+    return skeleton
+
+
+def _unflatten_dict(pairs: list[Any], read: ReadTensor, depth: int) -> dict[str | int, Any]:
+    result: dict[str | int, Any] = {}
+    for pair in pairs:
+        match pair:
+            case [str() | int() as key, item] if type(key) is not bool and key not in result:
+                result[key] = unflatten(item, read, depth + 1)
+            case _:
+                raise CheckpointError("it has a dict whose keys are not strings or ints, each once.")
+    return result
+
+
+def _from_bytes(data: Tensor, dtype: torch.dtype, shape: list[Any]) -> Tensor:
+    fits = all(is_whole(size, 0) for size in shape) and data.numel() == math.prod(shape) * dtype.itemsize
+    if data.dtype is not torch.uint8 or not fits:
+        raise CheckpointError(f"it has a tensor of {dtype} and shape {str(shape)[:80]} that its bytes do not fit.")
+    return data.view(dtype).view(shape)
