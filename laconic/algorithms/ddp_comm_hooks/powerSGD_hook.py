@@ -1,16 +1,16 @@
 """PowerSGD as a DDP communication hook. The twin of torch's module of this name.
 
-The same names, arguments and defaults as torch's, on laconic's engine. What is different, each with a test in
+It has the same names, arguments and defaults as torch's module. The differences, each with a test in
 `tests/algorithms`:
 
-- The residual is what *this* worker's factors failed to say, not its distance from the mean, so it stays bounded
+- The residual is the error of *this* worker's own factors, not its distance from the mean, so it stays bounded
   (`feedback="mean"` restores torch's rule).
-- Collectives start in one order on every worker; several buckets on gloo are safe, and so is DDP's own traffic.
+- Every worker starts its collectives in the same order, so several buckets on gloo are safe beside DDP's own.
 - Zero, rank-deficient, tiny and huge gradients stay finite, at every rank; `orthogonalization_epsilon` is not needed.
-- A step with NaN or Inf leaves the state as it was.
-- State belongs to parameters, not to buckets; it survives new bucket layouts, and resuming is bit-exact.
+- A step with NaN or Inf does not change the state.
+- State is keyed by parameter, not by bucket. It survives new bucket layouts, and resuming is bit-exact.
 - Factors and residuals are fp32 for fp16 and bf16 gradients.
-- Settings, parameters and seeds that differ between workers are named at the first step.
+- Settings, parameters and seeds that differ between workers raise an error at the first step.
 """
 
 import logging
@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from laconic.algorithms.ddp_comm_hooks.compression import SETTINGS, agree_at_first, compressed, count
 from laconic.algorithms.ddp_comm_hooks.conversion import Conversion
-from laconic.algorithms.ddp_comm_hooks.hooking import Engine, group_or_world
+from laconic.algorithms.ddp_comm_hooks.engine import Engine, group_or_world
 from laconic.codecs import ErrorFeedback, Exact, LowRank
 from laconic.codecs.packing import as_laid_out
 from laconic.comm.requests import Exchange
@@ -38,33 +38,32 @@ __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 logger = logging.getLogger(__name__)
 
 
-class _Linked:
-    """Holds what is never saved, compared or copied: the link to the engine."""
+class _ExtraSlots:
+    """Attributes that torch's state does not have: `PowerSGDState.__slots__` is the same as torch's."""
 
     __slots__ = ("__weakref__", "_converted", "_engine", "_saved_layout", "feedback")
 
 
-class PowerSGDState(_Linked):
+class PowerSGDState(_ExtraSlots):
     """Settings and memory of PowerSGD for one DDP model.
 
     Args:
         process_group: The workers that average; None for all.
-        matrix_approximation_rank: The rank of the factors. Begin with 1, and double it while quality gains.
-        start_powerSGD_iter: Iterations of plain averaging before compression begins. It must exceed 1 with error
-            feedback or warm start, as torch's must; a tenth of the training is a good choice.
-        min_compression_rate: A matrix that would not shrink this many times travels as it is.
-        use_error_feedback: Whether what one step could not say is added to the next. Keep it on.
-        warm_start: Whether a step begins from the factors of the last. Keep it on.
-        orthogonalization_epsilon: Accepted for torch's sake and not needed: factors are orthonormal whatever the
-            gradients hold, and nothing is attenuated.
-        random_seed: Where the first factors come from; the same on every worker.
-        compression_stats_logging_frequency: Iterations between log lines of the compression so far.
-        batch_tensors_with_same_shape: How first factors are drawn; equal shapes are batched in any case.
-        feedback: "own" subtracts what this worker itself said, the paper's Algorithm 2. "mean" subtracts what all
-            said together, torch's rule: the residual then grows as long as workers see different data.
+        matrix_approximation_rank: The rank of the factors. Start with 1, and double it while quality improves.
+        start_powerSGD_iter: Iterations of uncompressed averaging before compression starts. With error feedback or warm
+            start it must exceed 1, as in torch; a tenth of the training is a good choice.
+        min_compression_rate: A matrix with a lower compression rate is sent uncompressed.
+        use_error_feedback: Whether the compression error of a step is added to the next gradient. Keep it on.
+        warm_start: Whether a step starts from the factors of the previous step. Keep it on.
+        orthogonalization_epsilon: Accepted for compatibility and not needed: factors are always orthonormal.
+        random_seed: The seed of the first factors, the same on every worker.
+        compression_stats_logging_frequency: Iterations between log lines of the compression statistics.
+        batch_tensors_with_same_shape: How the first factors are drawn; equal shapes are batched in any case.
+        feedback: "own" subtracts this worker's own product of factors, as in the paper's Algorithm 2. "mean" subtracts
+            the mean over the workers, as torch does: the residual then grows while workers see different data.
 
-    `error_dict`, `p_memory_dict` and `q_memory_dict` hold a tensor for each parameter, by its place counted from the
-    model's last: `state.error_dict["parameter[-1]"]`.
+    `error_dict`, `p_memory_dict` and `q_memory_dict` hold a tensor for each parameter, keyed by its index counted from
+    the end of the model: `state.error_dict["parameter[-1]"]`.
 
     >>> state = PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=100)
     >>> ddp_model.register_comm_hook(state, powerSGD_hook)  # doctest: +SKIP
@@ -106,11 +105,11 @@ class PowerSGDState(_Linked):
         feedback: Literal["own", "mean"] = "own",
     ) -> None:
         if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
-            raise ValueError(  # torch's words: programs and tests match them
+            raise ValueError(  # torch's text: programs and tests match it
                 "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, "
                 "because PowerSGD can only be applied after the first two iterations in DDP."
             )
-        LowRank(matrix_approximation_rank, min_compression_rate)  # refuses what makes no sense
+        LowRank(matrix_approximation_rank, min_compression_rate)  # raises for invalid values
         ErrorFeedback(Exact(), subtract=feedback)
         self.process_group = process_group
         self.matrix_approximation_rank = matrix_approximation_rank
@@ -136,14 +135,14 @@ class PowerSGDState(_Linked):
         logger.info("PowerSGD: %s", {slot: getattr(self, slot) for slot in SETTINGS})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the process group out, for it means nothing elsewhere. `state_dict` needs no pickle."""
+        """Return all but the process group, which cannot be pickled. `state_dict` needs no pickle."""
         logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
         kept = {slot: getattr(self, slot) for slot in self.__slots__ if slot != "process_group"}
         return {**kept, "feedback": self.feedback, "_saved_layout": self._layout()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a saved state, with the default process group."""
-        logger.warning(  # torch's words, spaces included: programs and tests match them
+        """Restore a pickled state, with the default process group."""
+        logger.warning(  # torch's text, spaces included: programs and tests match it
             "NOTE: Process group will be set to a default group (i.e. the world size).\
                 If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
         )
@@ -162,9 +161,9 @@ class PowerSGDState(_Linked):
         return copy
 
     def state_dict(self) -> dict[str, Any]:
-        """What this worker must save: tensors and plain values only, for `torch.load(weights_only=True)`.
+        """Return this worker's state as tensors and plain values only, for `torch.load(weights_only=True)`.
 
-        Each worker saves its own: residuals differ.
+        Each worker must save its own state: residuals differ.
         """
         _, keys, position, has_gauss, gauss = self.rng.get_state(legacy=True)
         rng = {
@@ -178,7 +177,7 @@ class PowerSGDState(_Linked):
         return {**counts, **memory, "feedback": self.feedback, "rng": rng, "layout": self._layout()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, _strict: bool = True) -> None:
-        """Go on where `state_dict` was taken. Settings that shape the memory must be the same."""
+        """Restore a `state_dict`. The settings that decide the shapes of the memory must be the same."""
         for slot in _SHAPING if _strict else ():
             if state_dict[slot] != getattr(self, slot):
                 raise ValueError(
@@ -220,14 +219,14 @@ class PowerSGDState(_Linked):
         return state
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
-        """Count an iteration when its last bucket comes."""
+        """Count an iteration at its last bucket."""
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_powerSGD_iter:
                 logger.info("PowerSGD compresses from now on, after %s iterations.", self.iter)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Return the rate of compression so far, and the numbers of elements before and after it.
+        """Return the compression rate so far, and the numbers of elements before and after compression.
 
         >>> PowerSGDState(process_group=None).compression_stats()
         (0, 0, 0)
@@ -237,18 +236,18 @@ class PowerSGDState(_Linked):
 
     @property
     def ledger(self) -> Ledger:
-        """Every collective of this hook since it was made or loaded, in bytes. Not saved."""
-        return self._linked().ledger
+        """Bytes of every collective of this hook since the state was made or loaded. Not saved."""
+        return self._get_engine().ledger
 
     def _layout(self) -> list[list[str]]:
-        return self._saved_layout if self._engine is None else self._engine.stream.layout or self._saved_layout
+        return self._saved_layout if self._engine is None else self._engine.buckets.layout or self._saved_layout
 
-    def _linked(self) -> Engine:
-        """Return the link to the engine, made at the first bucket."""
+    def _get_engine(self) -> Engine:
+        """Return the engine, which the first bucket creates."""
         engine = self._engine
         if engine is None or engine.group is not group_or_world(self.process_group):
             engine = self._engine = Engine(self.process_group)
-            engine.stream.repeat(self._saved_layout)
+            engine.buckets.repeat(self._saved_layout)
         return engine
 
 
@@ -260,7 +259,7 @@ _MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
     """Average gradients layer by layer, each matrix as two thin factors, in two all-reduces (arXiv:1905.13727).
 
-    Vectors and matrices that would not shrink enough travel in the first of the two.
+    The first of the two also carries vectors and matrices that are not worth compressing.
 
     >>> ddp_model.register_comm_hook(state, powerSGD_hook)  # doctest: +SKIP
     """
@@ -268,9 +267,9 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
-    """Average each bucket as one square matrix: fewer operations, but much less is kept at the same rank.
+    """Average each bucket as one square matrix: fewer operations, but a much larger error at the same rank.
 
-    Rows and columns of the square mean nothing, so prefer `powerSGD_hook` unless rank 1 serves.
+    The rows and columns of the square have no structure, so prefer `powerSGD_hook` unless rank 1 is enough.
 
     >>> ddp_model.register_comm_hook(state, batched_powerSGD_hook)  # doctest: +SKIP
     """
@@ -278,13 +277,13 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Te
 
 
 def _average(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[Tensor]:
-    engine = state._linked()
-    tensors = engine.names.of(bucket)
+    engine = state._get_engine()
+    tensors = engine.names.gradients(bucket)
     if engine.first_backward:
         agree_at_first(state, engine, bucket, tensors, batched)
     plain = state.iter < state.start_powerSGD_iter
     if not plain and state._converted is not None:
-        plain = True  # torch's memory is still to be fitted to buckets
+        plain = True  # torch's memory is not converted yet
         if state._converted.fit(tensors, bucket.is_last(), state):
             state._converted = None
     if not plain:
@@ -295,7 +294,7 @@ def _average(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[
     def begin(some: Mapping[str, Tensor]) -> Exchange:
         return Exact().average(some, {}, reuse=True) if plain else compressed(state, some, batched)
 
-    future = engine.stream.take(tensors, bucket.buffer(), bucket.is_last(), begin)
+    future = engine.buckets.take(tensors, bucket.buffer(), bucket.is_last(), begin)
     engine.first_backward = engine.first_backward and not bucket.is_last()
     state.maybe_increase_iter(bucket)
     return future

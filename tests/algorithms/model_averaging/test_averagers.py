@@ -156,7 +156,7 @@ def _refused(worker: int, levels: list[tuple[int, int]]) -> None:
     ("levels", "words"),
     [
         ([(2, 2), (4, 3)], r"must be equal to the size of arg ``process_group`` 2"),
-        ([(4, 1), (2, 2)], r"period 2 after 4: periods must grow"),
+        ([(4, 1), (2, 2)], r"period 2 after 4: periods must be positive and increase"),
     ],
 )
 def test_refusals_name_the_numbers(levels, words):
