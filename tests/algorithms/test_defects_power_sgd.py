@@ -64,6 +64,7 @@ def _distance_in_bf16(worker: int, implementation: str) -> float:
     return relative_error(whole, optimum)
 
 
+@pytest.mark.slow
 @defect(torch_shows="bf16 training ended")
 def test_d02_bf16_training_reaches_the_optimum(implementation):
     distances = run_workers(_distance_in_bf16, 2, (implementation,))

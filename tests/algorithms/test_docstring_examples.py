@@ -102,6 +102,7 @@ def _hierarchical(steps: int = 200) -> str:
     return code.replace("range(0, 200)", f"range(0, {steps})")
 
 
+@pytest.mark.slow  # the next test runs its first half
 def test_the_hierarchical_example():
     results = run_workers(_run, WORKERS, (_hierarchical(),))
     assert [steps for _, *steps in results] == [[200, 200]] * WORKERS
