@@ -1,8 +1,7 @@
-"""The drop-in twin of `torch.distributed.algorithms`: the same names, right where torch's are wrong.
+"""A drop-in replacement of `torch.distributed.algorithms`, the twin, without the defects of torch's modules.
 
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook     # before
     from laconic.algorithms.ddp_comm_hooks import powerSGD_hook               # after
 
-Module for module and signature for signature, on top of laconic's engine. What differs, and why, is said in each
-docstring; `docs/twin.md` lists it all.
+It has the same modules, names and signatures. Each docstring describes the differences, and `docs/twin.md` lists them.
 """

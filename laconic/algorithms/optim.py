@@ -1,8 +1,8 @@
-"""The optimizer that averages after its steps. The twin of `torch.distributed.optim.PostLocalSGDOptimizer`.
+"""An optimizer that averages the weights after its steps. The twin of `torch.distributed.optim.PostLocalSGDOptimizer`.
 
-Different from torch's, it is a whole `torch.optim.Optimizer`: step hooks, closures, schedulers, copies and
-distributed checkpoints work; `param_groups` are always those of the optimizer inside; and a step that a GradScaler
-skips on this worker alone still takes part in the averaging, where torch's workers would wait for each other for ever.
+Differences from torch: it supports all of `torch.optim.Optimizer`, with step hooks, closures, schedulers, copies and
+distributed checkpoints. `param_groups` are always those of the wrapped optimizer. If a GradScaler skips a step on one
+worker only, this worker still takes part in the averaging; with torch the workers wait for each other without end.
 """
 
 import warnings
@@ -18,11 +18,11 @@ __all__ = ["PostLocalSGDOptimizer"]
 
 
 class PostLocalSGDOptimizer(Optimizer):
-    """Wraps an optimizer; after each of its steps, a model averager does what is due.
+    """Wraps an optimizer. After each of its steps, a model averager averages the weights if its schedule says so.
 
     Args:
         optim: The local optimizer.
-        averager: What averages its parameters, by its own schedule.
+        averager: The model averager of its parameters.
 
     >>> optimizer = PostLocalSGDOptimizer(
     ...     optim=torch.optim.SGD(model.parameters(), lr=0.01),
@@ -33,46 +33,46 @@ class PostLocalSGDOptimizer(Optimizer):
     def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
         self.optim = optim
         self.averager = averager
-        self._made = False  # while the base class sets itself up, it must not touch what is inside
+        self._initialized = False  # the constructor of the base class must not change the wrapped optimizer
         super().__init__(optim.param_groups, optim.defaults)
-        self._made = True
+        self._initialized = True
 
-    # A GradScaler calls `step` whatever it finds, and `step` leaves the local update out: see `laconic.session.grad_scaler`.
+    # With this flag a GradScaler always calls `step`, which skips the local update: see `laconic.session.grad_scaler`.
     _step_supports_amp_scaling = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of the optimizer inside."""
+        """The parameter groups of the wrapped optimizer."""
         return self.optim.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if self._made:
+        if self._initialized:
             self.optim.param_groups = groups
 
     @property
     def state(self) -> Any:
-        """The state of the optimizer inside."""
+        """The state of the wrapped optimizer."""
         return self.optim.state
 
     @state.setter
     def state(self, state: Any) -> None:
-        if self._made:
+        if self._initialized:
             self.optim.state = state
 
     def __repr__(self) -> str:
         return repr(self.optim)
 
     def state_dict(self) -> dict[str, Any]:
-        """The local optimizer's state and, as `"step"`, the averager's step.
+        """Return the wrapped optimizer's state and, as `"step"`, the averager's step.
 
-        A bare optimizer loads it as well. Tools that keep only `state` and `param_groups`, as
-        `torch.distributed.checkpoint` does, lose the step: save `averager.state_dict()` beside it there.
+        The wrapped optimizer can load it by itself. Tools that keep only `state` and `param_groups`, such as
+        `torch.distributed.checkpoint`, lose the step: with these, save `averager.state_dict()` as well.
         """
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; a bare optimizer's state dict serves too, with a warning."""
+        """Restore a `state_dict`. That of the wrapped optimizer alone is accepted with a warning."""
         self.optim.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         if "step" not in state_dict:
             warnings.warn(
@@ -82,27 +82,24 @@ class PostLocalSGDOptimizer(Optimizer):
         self.averager.step = state_dict.get("step", 0)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do the local optimizer's step, then what the averager has due, and return the closure's loss."""
+        """Run the wrapped optimizer's step, then the averager, and return the closure's loss."""
+        arguments = () if closure is None else (closure,)
         if getattr(self, "found_inf", None) is None:
-            loss = self._local_step(closure)
+            loss: float | None = self.optim.step(*arguments)
         else:
             with ScaledSteps(self.optim):
                 self.optim.found_inf, self.optim.grad_scale = self.found_inf, self.grad_scale  # type: ignore[attr-defined]
-                loss = self._local_step(closure)
+                loss = self.optim.step(*arguments)
         self.averager.average_parameters(params=self.param_groups)
         return loss
 
-    def _local_step(self, closure: Callable[[], float] | None) -> float | None:
-        loss: float | None = self.optim.step() if closure is None else self.optim.step(closure)
-        return loss
-
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
+        """Reset the gradients."""
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the optimizer inside."""
-        if self._made:
+        """Add a group to the wrapped optimizer."""
+        if self._initialized:
             self.optim.add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:

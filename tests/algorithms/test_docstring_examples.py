@@ -1,7 +1,7 @@
 """The examples in torch's docstrings of the averagers run with only their imports changed.
 
-The text is taken from the installed torch. What it leaves to the reader (`rank`, `optimizer`, `loss_fn`, `output`) and
-what this machine lacks (16 GPUs and NCCL) is stood in for.
+The code is that of the installed torch. The tests supply the names that it does not define (`rank`, `optimizer`,
+`loss_fn`, `output`) and replace GPUs and NCCL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORKERS = 4
 
 
 def _example(documented: Any) -> str:
-    """Extract the code after `>>>`; torch writes continuation lines with `>>>` too."""
+    """Extract the code after `>>>`, which torch also writes before continuation lines."""
     lines = [line.strip() for line in (inspect.getdoc(documented) or "").splitlines()]
     code = "\n".join(line.removeprefix(">>>").removeprefix(" ") for line in lines if line.startswith(">>>"))
     assert "average_parameters" in code, "torch's docstring has changed"
@@ -37,8 +37,8 @@ def _moved(code: str) -> str:
     return moved
 
 
-class _Reader:
-    """What the reader of the example has: data, a loss, an optimizer of the model that the example makes."""
+class _Names:
+    """The names that the example does not define: data, a loss, and an optimizer of the example's model."""
 
     def __init__(self, rank: int) -> None:
         self.names: dict[str, Any] = {"rank": rank, "labels": torch.zeros(4, 1), "loss_fn": self.loss, "output": None}
@@ -68,7 +68,7 @@ class _Reader:
 
 
 def _run(worker: int, code: str) -> tuple[torch.Tensor, int, int]:
-    """Run the example as if this were a machine with GPUs: where tensors are put is all that changes."""
+    """Run the example on the CPU as if it had GPUs."""
     plain_ddp = nn.parallel.DistributedDataParallel
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -78,34 +78,35 @@ def _run(worker: int, code: str) -> tuple[torch.Tensor, int, int]:
         patch.setattr(nn.Module, "to", lambda self, *_, **__: self)
         patch.setattr(nn.parallel, "DistributedDataParallel", lambda module, **_: plain_ddp(module))
         patch.setattr(dist, "new_subgroups", lambda: (dist.new_group([worker], use_local_synchronization=True), []))
-        reader = _Reader(worker)
+        defined = _Names(worker)
         torch.manual_seed(0)
-        exec(code, reader.names)  # noqa: S102 - torch's own example
-    return next(reader.model.parameters()).detach().clone(), reader.steps, reader.names["averager"].step
+        exec(code, defined.names)  # noqa: S102 - torch's own example
+    return next(defined.model.parameters()).detach().clone(), defined.steps, defined.names["averager"].step
 
 
 def test_the_periodic_example():
     code = _moved(_example(averagers("torch").PeriodicModelAverager))
-    # The example uses two names that it does not import; torch's own documentation leaves that to the reader.
+    # The example uses two names that it does not import.
     code = "from laconic.algorithms.ddp_comm_hooks.post_localSGD_hook import *\n" + code
     results = run_workers(_run, WORKERS, (code,))
     assert [steps for _, *steps in results] == [[200, 200]] * WORKERS
-    # With no subgroup given, gradients are averaged within the machine: here, among all.
+    # Without a subgroup, gradients are averaged within the machine, which is all workers here.
     assert_equal_bits([weight for weight, *_ in results])
 
 
 def _hierarchical(steps: int = 200) -> str:
-    """The example for `WORKERS` workers, stopped after `steps`."""
+    """Return the example for `WORKERS` workers, stopped after `steps`."""
     code = _moved(_example(hierarchical("torch").HierarchicalModelAverager))
     code, count = re.subn(r"\(4, 8\), \(16, 16\)", f"(4, {WORKERS // 2}), (16, {WORKERS})", code)
     assert count == 1 and "range(0, 200)" in code, "the example has changed"
     return code.replace("range(0, 200)", f"range(0, {steps})")
 
 
+@pytest.mark.slow  # the next test runs its first half
 def test_the_hierarchical_example():
     results = run_workers(_run, WORKERS, (_hierarchical(),))
     assert [steps for _, *steps in results] == [[200, 200]] * WORKERS
-    # The last averaging, of pairs, was at step 196: each worker has gone its own way since.
+    # The last averaging, of pairs, was at step 196, so all workers differ at the end.
     assert len({float(weight) for weight, *_ in results}) == WORKERS
 
 
@@ -113,7 +114,7 @@ def _stopped(worker: int, codes: list[str]) -> list[torch.Tensor]:
     return [_run(worker, code)[0] for code in codes]
 
 
-def test_stopped_after_a_round_the_example_leaves_equal_replicas():
+def test_replicas_are_equal_after_an_averaging():
     results = run_workers(_stopped, WORKERS, ([_hierarchical(105), _hierarchical(113)],))
     pairs = [pair for pair, _ in results]  # after step 104, which 4 divides
     assert_equal_bits(pairs[:2])

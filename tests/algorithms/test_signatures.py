@@ -1,4 +1,4 @@
-"""The twin's names, signatures and slots are torch's; moving to it is one changed word."""
+"""The twin has torch's names, signatures and slots, so that only the package in an import changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODULES = [
 
 
 def _public(name: str) -> list[str]:
-    """The names that torch's module defines for its users."""
+    """Return the public names of torch's module."""
     if name == "optim":
         return ["PostLocalSGDOptimizer"]
     theirs = module("torch", name)
@@ -39,8 +39,8 @@ def _parameters(function: Any) -> list[tuple[str, Any, Any]]:
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
-def _is_torchs(ours: Any, theirs: Any, what: str) -> None:
-    """Same parameters in the same order with the same defaults; ours may have more, by keyword or with a default."""
+def _check_signature(ours: Any, theirs: Any, what: str) -> None:
+    """Check that ours has the same parameters, order and defaults; it may have more, with a default or by keyword."""
     our_parameters, their_parameters = _parameters(ours), _parameters(theirs)
     assert our_parameters[: len(their_parameters)] == their_parameters, what
     for name, kind, default in our_parameters[len(their_parameters) :]:
@@ -57,18 +57,18 @@ def test_signatures_are_torchs(name, public):
     ours, theirs = getattr(module("laconic", name), public), getattr(module("torch", name), public)
     if not inspect.isclass(theirs) or public == "DDPCommHookType":
         if public != "DDPCommHookType":
-            _is_torchs(ours, theirs, public)
+            _check_signature(ours, theirs, public)
         return
-    _is_torchs(ours.__init__, theirs.__init__, f"{public}.__init__")
+    _check_signature(ours.__init__, theirs.__init__, f"{public}.__init__")
     for method, value in vars(theirs).items():
         if inspect.isfunction(value) and not method.startswith("_"):
-            _is_torchs(getattr(ours, method), value, f"{public}.{method}")
+            _check_signature(getattr(ours, method), value, f"{public}.{method}")
     if "__slots__" in vars(theirs):
         assert list(ours.__slots__) == list(vars(theirs)["__slots__"])
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_moving_is_one_changed_word(name):
+def test_only_the_package_changes_in_an_import(name):
     names = ", ".join(_public(name))
     package = "torch.distributed" if name == "optim" else PACKAGES["torch"]
     line = f"from {package}.{name} import {names}"

@@ -1,4 +1,4 @@
-"""`python -m tests.parity`: one line for each upstream test, and a closing count."""
+"""`python -m tests.parity`: print one line for each upstream test, and the counts."""
 
 from __future__ import annotations
 
@@ -10,48 +10,50 @@ TWIN = "laconic.algorithms"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tests; 0 if none failed, 1 if one did, 2 if there was nothing to run."""
+    """Run the tests. Return 0 if none failed, 1 if one failed, 2 if there was nothing to run."""
     options = _parser().parse_args(arguments)
-    # Workers are forked, and a pool of threads would not be; and 4 workers share the machine.
+    # Workers are forked, which does not copy a thread pool, and 4 workers share the machine.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from tests.parity import driver
 
     try:
         prepared = driver.prepare(None if options.torch else options.twin)
     except ImportError as error:
-        _say(f"--twin {options.twin}: it must have every module of the twin ({error}). --torch needs none.")
+        _print(f"--twin {options.twin}: it must have every module of the twin ({error}). --torch needs no package.")
         return 2
-    tests = [test for test in prepared.tests if options.filter in test]
+    tests = [test for test in prepared.tests if any(part in test for part in options.filters or [""])]
     if not tests:
-        _say(f"-k {options.filter}: no upstream test has this in its name. --list names them all.")
+        _print(f"-k {' -k '.join(options.filters)}: no upstream test has this in its name. --list shows all names.")
         return 2
     if options.list:
-        _say("\n".join(tests))
+        _print("\n".join(tests))
         return 0
     results = []
     for result in prepared.run(tests, options.limit):
         results.append(result)
         reason = f"  ({result.reason})" if result.reason else ""
-        _say(f"{result.verdict:8}{result.seconds:6.1f} s  {result.test}{reason}")
-        if options.verbose and result.verdict == "failed":
-            _say(result.log)
-    count = {verdict: sum(r.verdict == verdict for r in results) for verdict in ("passed", "failed", "skipped")}
-    _say(f"{count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped")
+        _print(f"{result.outcome:8}{result.seconds:6.1f} s  {result.test}{reason}")
+        if options.verbose and result.outcome == "failed":
+            _print(result.log)
+    count = {outcome: sum(r.outcome == outcome for r in results) for outcome in ("passed", "failed", "skipped")}
+    _print(f"{count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped")
     return 1 if count["failed"] else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
-    parser.add_argument("--torch", action="store_true", help="the control: torch's own modules")
-    parser.add_argument("--twin", default=TWIN, help=f"the package to put in their place (default {TWIN})")
-    parser.add_argument("-k", dest="filter", default="", metavar="FILTER", help="only tests with this in the name")
-    parser.add_argument("--list", action="store_true", help="name the tests and run none")
-    parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="for each test (default 240)")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show what a failed test printed")
+    parser.add_argument("--torch", action="store_true", help="run torch's own modules, as the control")
+    parser.add_argument("--twin", default=TWIN, help=f"the package to test (default {TWIN})")
+    parser.add_argument("-k", dest="filters", action="append", metavar="PART", help="only tests with this in the name")
+    parser.add_argument("--list", action="store_true", help="print the names and run no test")
+    parser.add_argument(
+        "--limit", type=float, default=240.0, metavar="SECONDS", help="time limit of each test (default 240)"
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="print the output of failed tests")
     return parser
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

@@ -1,17 +1,17 @@
-"""Lets tests that use GPUs only as a place for tensors run on CPU, without touching what they assert.
+"""Let tests that use GPUs only to place tensors run on CPU. Their assertions do not change.
 
-What is adapted, all of it:
+All adaptations:
 
-- the decorators that skip for lack of GPUs let the test run;
+- the decorators that skip a test without GPUs let it run;
 - `.cuda()`, `.to(rank)` and `device=rank` mean the CPU;
-- `device_ids` of DistributedDataParallel is dropped, as it must be for a CPU module;
+- `device_ids` of DistributedDataParallel is dropped, as a CPU module requires;
 - `torch.cuda.set_device` and `synchronize` do nothing, `current_device` is 0;
-- a subgroup asked for on "nccl" is on gloo;
-- a test that upstream skips as flaky (not as unfit) runs;
-- the file that workers share in the test of reloading stays until all have read it: upstream's worker 0 removes it
-  when it is done itself, and the others then sometimes find nothing;
-- one input would take a CPU minutes and a gigabyte a worker: the image of 1000 x 1000 for a convolution (which
-  has no hook) in the test of uneven inputs is 24 x 24.
+- a subgroup with backend "nccl" uses gloo;
+- a test that upstream skips as flaky runs;
+- the file that workers share in the test of reloading stays until all have read it; upstream's worker 0 removes it
+  when it has finished, and the others sometimes do not find it;
+- one input would take minutes on a CPU and a gigabyte per worker: the image of 1000 x 1000 for a convolution (without
+  a hook) in the test of uneven inputs is 24 x 24.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ FLAKY = "Skipped due to flakiness"
 
 
 def upstream() -> Any:
-    """The installed test file, imported with the adaptations in place."""
-    _stand_in_for_expecttest()
+    """Import torch's test file with the adaptations."""
+    _replace_expecttest()
     _let_gpu_tests_run()
-    _make_cuda_a_place_on_the_cpu()
+    _map_cuda_to_cpu()
     module: Any = importlib.import_module(UPSTREAM)
-    module._rank_temp_file = _kept_until_all_are_done(module._rank_temp_file)
+    module._rank_temp_file = _kept_until_all_have_finished(module._rank_temp_file)
     module.DDPUnevenTestInput = _smaller_image(module.DDPUnevenTestInput)
     return module
 
 
 class OnCpu(TorchFunctionMode):
-    """While active, a tensor asked for on a GPU is made on, or stays on, the CPU."""
+    """While active, a tensor that would be on a GPU is created on the CPU or stays there."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -61,21 +61,21 @@ class OnCpu(TorchFunctionMode):
 
 
 def _is_gpu(device: object) -> bool:
-    """A worker's index, as tests give it, or a CUDA device by name."""
+    """Return whether this is a worker's index, which the tests use as a device, or a CUDA device."""
     if isinstance(device, bool):
         return False
     return isinstance(device, int) or (isinstance(device, str | torch.device) and torch.device(device).type == "cuda")
 
 
-def _stand_in_for_expecttest() -> None:
-    """The test tools subclass `expecttest.TestCase`; no test driven here uses what it adds."""
+def _replace_expecttest() -> None:
+    """Provide `expecttest.TestCase`, the base class of torch's test tools; no selected test uses its methods."""
     try:
         importlib.import_module("expecttest")
     except ModuleNotFoundError:
-        stand_in: Any = types.ModuleType("expecttest")
-        stand_in.TestCase = unittest.TestCase
-        stand_in.ACCEPT = False
-        sys.modules["expecttest"] = stand_in
+        module: Any = types.ModuleType("expecttest")
+        module.TestCase = unittest.TestCase
+        module.ACCEPT = False
+        sys.modules["expecttest"] = module
 
 
 def _let_gpu_tests_run() -> None:
@@ -88,7 +88,7 @@ def _let_gpu_tests_run() -> None:
     utils.skip_but_pass_in_sandcastle_if = lambda condition, reason: skip_if(condition and reason != FLAKY, reason)
 
 
-def _make_cuda_a_place_on_the_cpu() -> None:
+def _map_cuda_to_cpu() -> None:
     cuda: Any = torch.cuda
     cuda.set_device = lambda device: None
     cuda.synchronize = lambda device=None: None
@@ -126,7 +126,7 @@ def _on_gloo(new_group: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _kept_until_all_are_done(shared_file: Callable[[], Any]) -> Callable[[], Any]:
+def _kept_until_all_have_finished(shared_file: Callable[[], Any]) -> Callable[[], Any]:
     @contextlib.contextmanager
     def wrapper() -> Iterator[str]:
         with shared_file() as name:

@@ -1,7 +1,7 @@
-"""Finds the upstream tests to drive by what their code uses, so that the list follows the installed torch.
+"""Select the upstream tests by the names that their code uses, so that the list follows the installed torch.
 
-A test is driven if it, or a helper method that it calls, uses one of torch's replaced modules or registers a
-communication hook. Bytecode is read for that, not run.
+A test is selected if it, or a helper method that it calls, uses one of the replaced modules or registers a
+communication hook. The bytecode is read, not run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REGISTRATION = frozenset({"register_comm_hook", "register_ddp_comm_hook"})
 
 
 def tests_of(upstream: Any, modules: frozenset[ModuleType]) -> tuple[str, ...]:
-    """The names of the tests in `upstream` that use `modules` or register a hook, sorted."""
+    """Return the sorted names of the tests in `upstream` that use `modules` or register a hook."""
     holder = upstream.DistributedTest._DistTestBase
     names = frozenset(name for name, value in vars(upstream).items() if _is_one_of(value, modules))
     tests = (name for name in dir(holder) if name.startswith("test_"))
@@ -30,7 +30,7 @@ def _is_one_of(value: object, modules: frozenset[ModuleType]) -> bool:
 
 
 def _names_used(holder: type, name: str, seen: set[str]) -> frozenset[str]:
-    """Global names, attributes and imported modules of a method and of the methods it calls."""
+    """Return global names, attributes and imported modules of a method and of the methods that it calls."""
     method = inspect.getattr_static(holder, name, None)
     if name in seen or not inspect.isfunction(method):
         return frozenset()

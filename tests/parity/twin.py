@@ -1,8 +1,8 @@
-"""Puts the twin under torch's names, so that a file which imports torch's modules gets the twin.
+"""Register the twin under torch's names, so that a file that imports torch's modules gets the twin.
 
-It must run before that file is imported. `sys.modules` gets the twin's modules under torch's names, and
-every attribute of a torch package that holds a replaced module, or a name of `REPLACED_NAMES`, is set anew. The
-aliases (`ddp_comm_hooks.powerSGD`, `.default`, `.quantization`, ...) are covered by that.
+This must happen before that file is imported. `sys.modules` gets the twin's modules under torch's names. In torch's
+packages, every attribute that is a replaced module, also under an alias such as `ddp_comm_hooks.powerSGD`, and every
+name of `REPLACED_NAMES` is replaced.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ REPLACED_MODULES = {
     },
     "torch.distributed.optim.post_localSGD_optimizer": "optim",
 }
-"""torch's module and the twin's, below its package. torch keeps the optimizer in another package."""
+"""The twin's module, relative to its package, for each of torch's. torch has the optimizer in another package."""
 
 REPLACED_NAMES = {
     f"{ALGORITHMS}.ddp_comm_hooks": ("ddp_comm_hooks", ("DDPCommHookType", "register_ddp_comm_hook")),
     "torch.distributed.optim": ("optim", ("PostLocalSGDOptimizer",)),
 }
-"""Names that torch's packages hold themselves, and the twin's module which has them."""
+"""For each of torch's packages, the twin's module with the names that the package itself has."""
 
 
-def put_in_place(package: str) -> dict[ModuleType, ModuleType]:
-    """Replace torch's modules by those of `package`; returns the twin of each replaced module."""
-    # All imports first: the twin may use torch's modules itself, and must then get torch's.
+def replace_modules(package: str) -> dict[ModuleType, ModuleType]:
+    """Replace torch's modules by those of `package`. Return the twin of each replaced module."""
+    # Import everything first: if the twin uses torch's modules itself, it must get torch's.
     twins = {
         importlib.import_module(name): importlib.import_module(f"{package}.{below}")
         for name, below in REPLACED_MODULES.items()
@@ -61,6 +61,6 @@ def put_in_place(package: str) -> dict[ModuleType, ModuleType]:
 
 def _replace_attributes(holder: ModuleType, twins: dict[ModuleType, ModuleType]) -> None:
     for attribute, value in list(vars(holder).items()):
-        # by type(): torch.distributed.reduce_op warns when it is asked for anything
+        # type(value), because any attribute access on torch.distributed.reduce_op warns
         if issubclass(type(value), ModuleType) and value in twins:
             setattr(holder, attribute, twins[value])

@@ -24,7 +24,7 @@ def _register_power_sgd(hook: Any, rank: int, model: DistributedDataParallel, st
 
 
 class DDPCommHookType(Enum):
-    """The hooks by name; each value registers its hook: `DDPCommHookType.ALLREDUCE.value(model=model, state=group)`."""
+    """Hooks by name. Each value registers its hook: `DDPCommHookType.ALLREDUCE.value(model=model, state=group)`."""
 
     ALLREDUCE = member(partial(_register, default.allreduce_hook))
     FP16_COMPRESS = member(partial(_register, default.fp16_compress_hook))
@@ -39,7 +39,7 @@ class DDPCommHookType(Enum):
 
 
 def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: DistributedDataParallel, state: Any = None) -> None:
-    """Register a hook by its name. `state` is what the hook takes, and a process group for PowerSGD.
+    """Register a hook by its name. `state` is the state of the hook; for PowerSGD it is a process group.
 
     >>> register_ddp_comm_hook(DDPCommHookType.POWER_SGD, ddp_model)  # doctest: +SKIP
     """

@@ -1,4 +1,4 @@
-"""How a bucket travels under PowerSGD's hooks: the state's settings as one of laconic's codecs, over its own memory."""
+"""PowerSGD's hook state as one of laconic's codecs, with the state's own dictionaries as the codec's state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from laconic.comm.requests import Exchange, State
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-    from laconic.algorithms.ddp_comm_hooks.hooking import Engine
+    from laconic.algorithms.ddp_comm_hooks.engine import Engine
     from laconic.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 logger = logging.getLogger(__name__)
@@ -38,71 +38,66 @@ SETTINGS = (
 
 
 def compressed(state: PowerSGDState, tensors: Mapping[str, Tensor], batched: bool) -> Exchange:
-    """Begin the exchange of one bucket, over the state's own dictionaries."""
+    """Return the exchange of one bucket, with the dictionaries of `state` as the codec's state."""
     low_rank = low_rank_of(state, batched)
-    memory, nest = _memory(state, batched)
-    _draw(state, low_rank, tensors, memory["q"], batched)
-    codec: Codec = Batched(low_rank) if batched else ByShape(low_rank)
-    if _owes_by_matrix(state, batched):
-        codec = ByShape(ErrorFeedback(low_rank))  # what travels exactly owes nothing
-    elif state.use_error_feedback:
-        codec = ErrorFeedback(codec, subtract=state.feedback)
-    return codec.average(tensors, nest, reuse=True)
+    codec = _codec_of(state, low_rank, batched)
+    factors = {"p": state.p_memory_dict, "q": state.q_memory_dict} if state.warm_start else {"p": {}, "q": {}}
+    _draw(state, low_rank, tensors, factors["q"], batched)
+    return codec.average(tensors, _state_tree(state, codec, factors), reuse=True)
 
 
-def _memory(state: PowerSGDState, batched: bool) -> tuple[State, State]:
-    """Return the state's dictionaries as LowRank takes them, and as the whole codec does.
-
-    The same nest serves as long as the dictionaries do: fused paths keep their tables in it.
-    """
-    engine = state._linked()
-    made_of = (batched, state.feedback, state.p_memory_dict, state.q_memory_dict, state.error_dict)
-    same = engine.nest is not None and all(a is b for a, b in zip(engine.nest_made_of, made_of, strict=True))
-    if not same or not state.warm_start:
-        engine.nest_made_of = made_of
-        warm = {"p": state.p_memory_dict, "q": state.q_memory_dict}
-        memory: State = warm if state.warm_start else {"p": {}, "q": {}}
-        nest: State = memory if batched else {"codec": memory}
-        if _owes_by_matrix(state, batched):
-            nest = {"codec": {"residual": state.error_dict, "inner": memory}}
-        elif state.use_error_feedback:
-            nest = {"residual": state.error_dict, "inner": nest}
-        engine.nest = (memory, nest)
-    assert engine.nest is not None
-    return engine.nest
-
-
-def _owes_by_matrix(state: PowerSGDState, batched: bool) -> bool:
-    return state.use_error_feedback and state.feedback == "own" and not batched
-
-
-def low_rank_of(state: PowerSGDState, batched: bool = False) -> LowRank:
-    """Return the engine's codec for the settings of `state`."""
+def low_rank_of(state: PowerSGDState, batched: bool) -> LowRank:
+    """Return laconic's codec for the settings of `state`."""
     return LowRank(state.matrix_approximation_rank, 0 if batched else state.min_compression_rate)
+
+
+def _codec_of(state: PowerSGDState, low_rank: LowRank, batched: bool) -> Codec:
+    if state.use_error_feedback and state.feedback == "own" and not batched:
+        return ByShape(ErrorFeedback(low_rank))  # uncompressed tensors have no residual
+    codec: Codec = Batched(low_rank) if batched else ByShape(low_rank)
+    return ErrorFeedback(codec, subtract=state.feedback) if state.use_error_feedback else codec
+
+
+def _state_tree(state: PowerSGDState, codec: Codec, factors: State) -> State:
+    """Return the codec's state. It is the same object in every step, because fused kernels cache tables in it."""
+    engine = state._get_engine()
+    key = (codec, id(state.error_dict), id(factors["p"]), id(factors["q"]))
+    if engine.state_tree_key != key:
+        engine.state_tree, engine.state_tree_key = _new_tree(codec, state.error_dict, factors), key
+    return engine.state_tree
+
+
+def _new_tree(codec: Codec, residual: dict[str, Tensor], factors: State) -> State:
+    """Arrange residuals and factors as `codec` expects its state."""
+    if isinstance(codec, ErrorFeedback):
+        return {"residual": residual, "inner": _new_tree(codec.codec, residual, factors)}
+    if isinstance(codec, ByShape):
+        return {"codec": _new_tree(codec.codec, residual, factors)}
+    return factors  # LowRank, or Batched, which passes its state on
 
 
 def _draw(
     state: PowerSGDState, low_rank: LowRank, tensors: Mapping[str, Tensor], q: dict[str, Tensor], batched: bool
 ) -> None:
-    """Fill in first factors where there are none, from the numbers that torch would draw."""
-    dtype = wide_dtype(next(iter(tensors.values())).dtype)
+    """Add the first factors where there are none, from the random numbers that torch would draw."""
+    first_tensor = next(iter(tensors.values()))
     if batched:
-        side = side_of(sum(t.numel() for t in tensors.values()))
+        side = _side(tensors)
         shapes = {name_of(tensors): (side, side)} if side else {}
     else:
-        shapes = {name: (t.shape[0], t.shape[1:].numel()) for name, t in tensors.items() if torch_factors(low_rank, t)}
+        shapes = {name: _matrix_shape(t) for name, t in tensors.items() if torch_factors(low_rank, t)}
     first = state.iter == state.start_powerSGD_iter
     if not (state.warm_start and all(name in q for name in shapes) and (shapes or not first)):
         seed = int(state.rng.randint(1_000_000_000))
+        dtype = wide_dtype(first_tensor.dtype)
         drawn = _factors(shapes, low_rank.rank, seed, dtype, state.batch_tensors_with_same_shape)
-        device = next(iter(tensors.values())).device
-        q.update({name: x.to(device) for name, x in drawn.items() if name not in q})
+        q.update({name: x.to(first_tensor.device) for name, x in drawn.items() if name not in q})
 
 
 def _factors(
     shapes: Mapping[str, tuple[int, int]], rank: int, seed: int, dtype: torch.dtype, together: bool
 ) -> dict[str, Tensor]:
-    """Draw [columns, rank] for each matrix, by groups of one shape, in torch's order."""
+    """Draw [columns, rank] for each matrix, grouped by shape, in torch's order."""
     generator = torch.Generator().manual_seed(seed)
     drawn: dict[str, Tensor] = {}
     for shape in dict.fromkeys(shapes.values()):
@@ -116,27 +111,35 @@ def _factors(
 
 
 def count(state: PowerSGDState, bucket: GradBucket, tensors: Mapping[str, Tensor], batched: bool) -> None:
-    """Keep the compression statistics, in elements, as torch does. The ledger counts bytes."""
+    """Update the compression statistics, which count elements as torch's do. The ledger counts bytes."""
     low_rank = low_rank_of(state, batched)
-    for t in tensors.values():
-        state.total_numel_before_compression += t.numel()
-        if not batched:
-            rows, columns = (t.shape[0], t.shape[1:].numel()) if low_rank.accepts(t.shape) else (0, 0)
+    state.total_numel_before_compression += sum(t.numel() for t in tensors.values())
+    if batched:
+        side = _side(tensors)
+        state.total_numel_after_compression += 2 * side * min(low_rank.rank, side)
+    else:
+        for t in tensors.values():
+            rows, columns = _matrix_shape(t) if low_rank.accepts(t.shape) else (0, 0)
             rank = min(low_rank.rank, rows, columns)
             state.total_numel_after_compression += rank * (rows + columns) or t.numel()
-    if batched:
-        side = side_of(sum(t.numel() for t in tensors.values()))
-        state.total_numel_after_compression += 2 * side * min(low_rank.rank, side)
     if bucket.is_last() and state.iter >= state.next_stats_report:
         rate, before, after = state.compression_stats()
         logger.info("PowerSGD at iteration %s: %s elements became %s, rate %s", state.iter, before, after, rate)
         state.next_stats_report = state.iter + state.compression_stats_logging_frequency
 
 
+def _matrix_shape(t: Tensor) -> tuple[int, int]:
+    return t.shape[0], t.shape[1:].numel()
+
+
+def _side(tensors: Mapping[str, Tensor]) -> int:
+    return side_of(sum(t.numel() for t in tensors.values()))
+
+
 def agree_at_first(
     state: PowerSGDState, engine: Engine, bucket: GradBucket, tensors: Mapping[str, Tensor], batched: bool
 ) -> None:
-    """Make sure, bucket by bucket of the first backward, that all workers have the same settings and parameters."""
+    """Check in each bucket of the first backward that all workers have the same settings and parameters."""
     facts: dict[str, object] = {}
     if bucket.index() == 0:
         facts = {slot: getattr(state, slot) for slot in (*SETTINGS, "iter")}

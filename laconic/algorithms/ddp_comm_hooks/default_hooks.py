@@ -1,6 +1,6 @@
-"""Hooks that send every gradient in one all-reduce: as it is, or in half the bits. The twin of torch's module.
+"""Hooks that average a bucket in one all-reduce, uncompressed or in half precision. The twin of torch's module.
 
-They work on CPU over gloo as well as on CUDA.
+They run on CPU with gloo and on CUDA.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from laconic.algorithms.ddp_comm_hooks.hooking import average_once
+from laconic.algorithms.ddp_comm_hooks.engine import average_once
 from laconic.codecs import Cast, Exact
 
 __all__ = [
@@ -35,7 +35,7 @@ def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) 
 
 
 def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-    """Average the gradients in float16, divided by the number of workers before they are summed.
+    """Average the gradients in float16. They are divided by the number of workers before the sum.
 
     >>> ddp_model.register_comm_hook(process_group, fp16_compress_hook)  # doctest: +SKIP
     """
@@ -51,7 +51,7 @@ def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBuck
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Give a hook its gradients in float16, and DDP the result in the gradients' own dtype.
+    """Run a hook on the gradients in float16, and return the result to DDP in their own dtype.
 
     >>> ddp_model.register_comm_hook(state, fp16_compress_wrapper(powerSGD_hook))  # doctest: +SKIP
     """
@@ -63,7 +63,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Give a hook its gradients in bfloat16, and DDP the result in the gradients' own dtype.
+    """Run a hook on the gradients in bfloat16, and return the result to DDP in their own dtype.
 
     >>> ddp_model.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook))  # doctest: +SKIP
     """
@@ -76,18 +76,18 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def _in_half(dtype: torch.dtype, hook: Hook, hook_state: Any, bucket: GradBucket) -> Future[Tensor]:
-    whole: Tensor = bucket.buffer()
-    bucket.set_buffer(whole.to(dtype))
+    flat: Tensor = bucket.buffer()
+    bucket.set_buffer(flat.to(dtype))
 
-    def back(done: Future[Tensor]) -> Tensor:
+    def restore(done: Future[Tensor]) -> Tensor:
         value: Tensor = done.value()
-        whole.copy_(value)
-        bucket.set_buffer(whole)
-        return whole
+        flat.copy_(value)
+        bucket.set_buffer(flat)
+        return flat
 
-    return hook(hook_state, bucket).then(back)
+    return hook(hook_state, bucket).then(restore)
 
 
-# DDP refuses these two names where there is no CUDA, though gloo sums bfloat16 as well. It looks at __name__ alone;
-# pickle and DDP's logging go by __qualname__, which stays.
+# Without CUDA, DDP rejects hooks whose __name__ is that of torch's two bf16 hooks, although gloo can sum bfloat16.
+# pickle and DDP's logging use __qualname__, which is unchanged.
 bf16_compress_hook.__name__ = "bf16_compress"

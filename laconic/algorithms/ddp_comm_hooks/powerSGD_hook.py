@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from laconic.algorithms.ddp_comm_hooks.compression import SETTINGS, agree_at_first, compressed, count
 from laconic.algorithms.ddp_comm_hooks.conversion import Conversion
-from laconic.algorithms.ddp_comm_hooks.hooking import Engine, group_or_world
+from laconic.algorithms.ddp_comm_hooks.engine import Engine, group_or_world
 from laconic.algorithms.ddp_comm_hooks.torch_state import PickledState
 from laconic.codecs import ErrorFeedback, Exact, LowRank
 from laconic.comm.requests import Exchange
@@ -38,13 +38,13 @@ __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 logger = logging.getLogger(__name__)
 
 
-class _Linked:
-    """Attributes that are never saved, compared or copied: the link to the engine."""
+class _ExtraSlots:
+    """Attributes that torch's state does not have: `PowerSGDState.__slots__` is the same as torch's."""
 
     __slots__ = ("__weakref__", "_converted", "_engine", "_saved_layout", "feedback")
 
 
-class PowerSGDState(_Linked):
+class PowerSGDState(_ExtraSlots):
     """Settings and memory of PowerSGD for one DDP model.
 
     Args:
@@ -237,17 +237,17 @@ class PowerSGDState(_Linked):
     @property
     def ledger(self) -> Ledger:
         """Bytes of every collective of this hook since the state was made or loaded. Not saved."""
-        return self._linked().ledger
+        return self._get_engine().ledger
 
     def _layout(self) -> list[list[str]]:
-        return self._saved_layout if self._engine is None else self._engine.stream.layout or self._saved_layout
+        return self._saved_layout if self._engine is None else self._engine.buckets.layout or self._saved_layout
 
-    def _linked(self) -> Engine:
-        """Return the link to the engine, which the first bucket creates."""
+    def _get_engine(self) -> Engine:
+        """Return the engine, which the first bucket creates."""
         engine = self._engine
         if engine is None or engine.group is not group_or_world(self.process_group):
             engine = self._engine = Engine(self.process_group)
-            engine.stream.repeat(self._saved_layout)
+            engine.buckets.repeat(self._saved_layout)
         return engine
 
 
@@ -277,8 +277,8 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Te
 
 
 def _average(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[Tensor]:
-    engine = state._linked()
-    tensors = engine.names.of(bucket)
+    engine = state._get_engine()
+    tensors = engine.names.gradients(bucket)
     if engine.first_backward:
         agree_at_first(state, engine, bucket, tensors, batched)
     plain = state.iter < state.start_powerSGD_iter
@@ -294,7 +294,7 @@ def _average(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[
     def begin(some: Mapping[str, Tensor]) -> Exchange:
         return Exact().average(some, {}, reuse=True) if plain else compressed(state, some, batched)
 
-    future = engine.stream.take(tensors, bucket.buffer(), bucket.is_last(), begin)
+    future = engine.buckets.take(tensors, bucket.buffer(), bucket.is_last(), begin)
     engine.first_backward = engine.first_backward and not bucket.is_last()
     state.maybe_increase_iter(bucket)
     return future

@@ -1,7 +1,7 @@
-"""Hooks that send 8 bits a number. The twin of torch's module.
+"""Hooks that send 8 bits per element. The twin of torch's module.
 
-Scales travel in the same message as the numbers, so there is one collective a bucket where torch has two, and
-nothing is waited for in a callback.
+One message holds scales and elements, so each bucket needs one collective where torch's hooks use two, and no callback
+waits for a collective.
 """
 
 import torch.distributed as dist
@@ -9,14 +9,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from laconic.algorithms.ddp_comm_hooks.hooking import average_once
+from laconic.algorithms.ddp_comm_hooks.engine import average_once
 from laconic.codecs.quantized import Quantized
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
 
 
 def quantization_pertensor_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-    """Average each bucket in 8 bits a number, with one scale for the bucket.
+    """Average each bucket in 8 bits per element, with one scale for the bucket.
 
     >>> ddp_model.register_comm_hook(process_group, quantization_pertensor_hook)  # doctest: +SKIP
     """
@@ -26,7 +26,7 @@ def quantization_pertensor_hook(process_group: dist.ProcessGroup | None, bucket:
 def quantization_perchannel_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket, bucket_size: int = 512
 ) -> Future[Tensor]:
-    """Average each bucket in 8 bits a number, with a scale for every `bucket_size` numbers: finer.
+    """Average each bucket in 8 bits per element, with one scale for every `bucket_size` elements.
 
     >>> ddp_model.register_comm_hook(process_group, quantization_perchannel_hook)  # doctest: +SKIP
     """

@@ -1,1 +1,1 @@
-"""Model averaging: weights brought together every so often. The twin of torch's package."""
+"""Periodic averaging of weights. The twin of torch's package."""

@@ -1,7 +1,7 @@
 """Model averagers. The twin of torch's module.
 
-Different from torch's: counters are saved and restored (`state_dict`), averagers can be copied and pickled, and a
-warm-up that is not the same as a post-local SGD hook's is refused where torch would let replicas drift.
+Differences from torch: averagers have a `state_dict` and can be copied and pickled. A warm-up that differs from that of
+a post-local SGD hook raises an error; with torch the replicas diverge.
 """
 
 import warnings
@@ -12,16 +12,18 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from laconic.algorithms.ddp_comm_hooks.hooking import group_or_world
-from laconic.algorithms.ddp_comm_hooks.post_localSGD_hook import at_work
+from laconic.algorithms.ddp_comm_hooks.engine import group_or_world
+from laconic.algorithms.ddp_comm_hooks.post_localSGD_hook import active_states
 from laconic.algorithms.model_averaging import utils
 from laconic.algorithms.model_averaging.utils import Params
 
 __all__ = ["ModelAverager", "PeriodicModelAverager"]
 
+_GROUPS = ("process_group", "period_process_group_dict", "_other_states")
+
 
 class ModelAverager(ABC):
-    """Brings the weights of a group's workers together now and then.
+    """Base class: averages the weights of the workers of a group at some of the steps.
 
     Args:
         process_group: The workers; None for all.
@@ -30,61 +32,59 @@ class ModelAverager(ABC):
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = group_or_world(process_group)
         self.step = 0
-        self._strangers = WeakSet(at_work)  # hooks that ran before: of another training
+        self._other_states = WeakSet(active_states)  # hooks that ran before belong to another training
 
     @abstractmethod
     def average_parameters(self, params: Params) -> None:
-        """Average `params` if it is time, and count the step."""
+        """Average `params` if this step averages, and count the step."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """What a worker must save."""
+        """Return the state that a worker must save."""
         return {"step": self.step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore a `state_dict`."""
         self.step = state_dict["step"]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the groups out, for they mean nothing elsewhere."""
+        """Return all but the process groups, which cannot be pickled."""
         return {name: value for name, value in vars(self).items() if name not in _GROUPS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what was saved, with the default process group."""
+        """Restore a pickled averager, with the default process group."""
         vars(self).update(state)
         self.process_group = group_or_world(None)
-        self._strangers = WeakSet(at_work)
+        self._other_states = WeakSet(active_states)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelAverager":
-        """Copy settings and counters; groups are shared."""
+        """Copy settings and counters. The copy shares the process groups."""
         copy = type(self).__new__(type(self))
         vars(copy).update(
             {name: value.copy() if isinstance(value, dict) else value for name, value in vars(self).items()}
         )
         return copy
 
-    def _check_warmup(self, warmup_steps: int) -> None:
-        """Refuse a warm-up that is not the one of the post-local SGD hook at work beside this averager."""
-        for state in at_work:
-            if state not in self._strangers and state.start_localSGD_iter != warmup_steps:
+    def _average(self, params: Params, group: dist.ProcessGroup, warmup_steps: int) -> None:
+        """Average `params` within `group`, after a check that the post-local SGD hook has the same warm-up."""
+        for state in active_states:
+            if state not in self._other_states and state.start_localSGD_iter != warmup_steps:
                 raise ValueError(
-                    f"the averager has warmup_steps={warmup_steps} and the post-local SGD hook beside it "
-                    f"start_localSGD_iter={state.start_localSGD_iter}: between the two, gradients and weights would "
-                    "both be averaged, or neither, and replicas drift apart. Give both the same number."
+                    f"the averager has warmup_steps={warmup_steps} and the post-local SGD hook has "
+                    f"start_localSGD_iter={state.start_localSGD_iter}. In between, gradients and weights would both be "
+                    "averaged, or neither, and the replicas diverge. Pass the same number to both."
                 )
-
-
-_GROUPS = ("process_group", "period_process_group_dict", "_strangers")
+        utils.average_parameters_or_parameter_groups(params, group)
 
 
 class PeriodicModelAverager(ModelAverager):
     """Averages the weights every `period` steps after a warm-up.
 
-    It averages at step `warmup_steps` (counted from 0) and every `period` steps from there.
+    It averages at step `warmup_steps`, counted from 0, and every `period` steps from then on.
 
     Args:
-        period: Steps from one averaging to the next.
-        warmup_steps: Steps before the first one. With a post-local SGD hook, the same as its `start_localSGD_iter`.
+        period: Steps between two averagings.
+        warmup_steps: Steps before the first averaging. With a post-local SGD hook, its `start_localSGD_iter`.
         process_group: The workers; None for all.
 
     >>> averager = PeriodicModelAverager(period=4, warmup_steps=100)  # doctest: +SKIP
@@ -111,8 +111,7 @@ class PeriodicModelAverager(ModelAverager):
         self.period = period
 
     def average_parameters(self, params: Params) -> None:
-        """Average `params`, of a model or an optimizer's groups, if it is time, and count the step."""
+        """Average `params`, of a model or an optimizer's groups, if this step averages, and count the step."""
         if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
-            self._check_warmup(self.warmup_steps)
-            utils.average_parameters_or_parameter_groups(params, self.process_group)
+            self._average(params, self.process_group, self.warmup_steps)
         self.step += 1

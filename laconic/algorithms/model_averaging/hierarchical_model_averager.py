@@ -1,18 +1,19 @@
-"""Hierarchical model averaging: small groups often, large ones seldom. The twin of torch's module.
+"""Hierarchical model averaging: small groups average often, large groups rarely. The twin of torch's module.
 
-Different from torch's: a hierarchy that cannot be meant is refused with its numbers; groups are made by their members
-alone, so two averagers in one world do not wait for each other.
+Differences from torch: an invalid hierarchy raises an error that names the numbers. Only the members of a group create
+it, so two averagers in one world do not wait for each other.
 """
 
 import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
 
-from laconic.algorithms.model_averaging import averagers, utils
+from laconic.algorithms.model_averaging.averagers import ModelAverager
 from laconic.algorithms.model_averaging.utils import Params
 from laconic.comm.groups import subgroup_of
 
@@ -21,15 +22,15 @@ logger = logging.getLogger(__name__)
 __all__ = ["HierarchicalModelAverager"]
 
 
-class HierarchicalModelAverager(averagers.ModelAverager):
-    """Averages the weights in groups of growing size with growing periods (hierarchical SGD, arXiv:2010.12998).
+class HierarchicalModelAverager(ModelAverager):
+    """Averages the weights in groups of increasing size with increasing periods (hierarchical SGD, arXiv:2010.12998).
 
-    At a step that several periods divide, only the largest group averages. The phase is torch's: a level averages
-    when `step % period == 0`, whatever the warm-up, where `PeriodicModelAverager` counts from the end of the warm-up.
+    At a step that several periods divide, only the largest group averages. As in torch, a level averages when
+    `step % period == 0`, whatever the warm-up, while `PeriodicModelAverager` counts from the end of the warm-up.
 
     Args:
-        period_group_size_dict: Group sizes by period, both growing; each size divides the next, and the last is the
-            size of the process group.
+        period_group_size_dict: Group sizes by period, both increasing. Each size divides the next, and the last is
+            the size of the process group.
         warmup_steps: Steps before the first averaging. With a post-local SGD hook, its `start_localSGD_iter`.
         process_group: The workers; None for all.
 
@@ -58,37 +59,33 @@ class HierarchicalModelAverager(averagers.ModelAverager):
         self.warmup_steps = warmup_steps
         self._sizes = OrderedDict(period_group_size_dict)
         self._periods = list(self._sizes)
-        self._make_groups()
+        self._create_groups()
 
     def average_parameters(self, params: Params) -> None:
         """Average `params`, of a model or an optimizer's groups, at the level of this step, and count the step."""
-        if self.step >= self.warmup_steps:
-            group = self._find_process_group()
-            if group is not None:
-                self._check_warmup(self.warmup_steps)
-                utils.average_parameters_or_parameter_groups(params, group)
+        group = self._find_process_group()
+        if group is not None and self.step >= self.warmup_steps:
+            self._average(params, group, self.warmup_steps)
         self.step += 1
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what was saved, in the default process group; the levels' groups are made anew."""
+        """Restore a pickled averager, with the default process group and new groups for the levels."""
         super().__setstate__(state)
         _check(self._sizes, self.process_group.size())
-        self._make_groups()
+        self._create_groups()
 
-    def _make_groups(self) -> None:
+    def _create_groups(self) -> None:
         self.period_process_group_dict: OrderedDict[int, dist.ProcessGroup] = OrderedDict()
         for period, size in self._sizes.items():
             logger.info("Groups of %s workers average their weights every %s steps.", size, period)
-            whole = size == self.process_group.size()
+            is_last = size == self.process_group.size()
             self.period_process_group_dict[period] = (
-                self.process_group if whole else subgroup_of(self.process_group, size)
+                self.process_group if is_last else subgroup_of(self.process_group, size)
             )
 
     def _find_process_group(self) -> dist.ProcessGroup | None:
-        for period in reversed(self._periods):
-            if self.step % period == 0:
-                return self.period_process_group_dict[period]
-        return None
+        periods = [period for period in self._periods if self.step % period == 0]
+        return self.period_process_group_dict[periods[-1]] if periods else None
 
 
 def _check(levels: Mapping[int, int], workers: int) -> None:
@@ -100,16 +97,16 @@ def _check(levels: Mapping[int, int], workers: int) -> None:
             f"The last value in arg ``period_group_size_dict`` {sizes[-1]} "
             f"must be equal to the size of arg ``process_group`` {workers}."
         )
-    for (period, size), (next_period, next_size) in zip(levels.items(), list(levels.items())[1:], strict=False):
+    for (period, size), (next_period, next_size) in pairwise(levels.items()):
         if next_period <= period:
             raise ValueError(
-                f"period_group_size_dict has period {next_period} after {period}: periods must grow from level to "
-                "level, and be positive. Sort them: OrderedDict(sorted(...))."
+                f"period_group_size_dict has period {next_period} after {period}: periods must be positive and "
+                "increase from level to level. Sort them: OrderedDict(sorted(...))."
             )
         if next_size < size or next_size % size:
             raise ValueError(
                 f"period_group_size_dict has groups of {next_size} after groups of {size}: each size must be "
-                f"a multiple of the one before, so that groups nest. Use a multiple of {size}."
+                f"a multiple of the previous one. Use a multiple of {size}."
             )
     if min(sizes) < 1:
-        raise ValueError(f"period_group_size_dict has groups of {min(sizes)} workers: a group has at least 1.")
+        raise ValueError(f"period_group_size_dict has groups of {min(sizes)} workers. Use sizes of at least 1.")

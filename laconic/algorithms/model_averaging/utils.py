@@ -1,8 +1,8 @@
-"""Averaging parameters or parameter groups. The twin of torch's module.
+"""Averaging of parameters and parameter groups. The twin of torch's module.
 
-Different from torch's: parameters are averaged in place, bucket by bucket, and keep storage, strides and dtype; which
-ones take part depends on the model, never on whether a gradient happens to be there; replicas that are equal stay
-bit-equal; and workers that bring different parameters are told so, all of them, before anything is averaged.
+Differences from torch: parameters are averaged in place, in buckets, and keep storage, strides and dtype. The model
+alone decides which parameters are averaged, not the gradients of this worker. Equal replicas stay bit-equal. If the
+workers pass different parameters, all of them raise an error before anything is averaged.
 """
 
 import weakref
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.algorithms.ddp_comm_hooks.hooking import group_or_world
+from laconic.algorithms.ddp_comm_hooks.engine import group_or_world
 from laconic.checks.agreement import agree, parameter_facts
 from laconic.comm.averaging import average_in_place
 from laconic.comm.queue import CollectiveQueue
@@ -25,45 +25,48 @@ Params = Iterable[torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]]
 
 
 def average_parameters(params: Iterator[torch.nn.Parameter], process_group: dist.ProcessGroup | None) -> None:
-    """Replace each parameter by its mean over the workers of `process_group`; workers outside it are left alone."""
-    if dist.get_rank(process_group) < 0:
-        return
-    named = {f"parameter {index}": p for index, p in enumerate(params)}
-    _meeting(process_group).average(named)
+    """Replace each parameter by its mean over the workers of `process_group`. Other workers do nothing."""
+    _average({f"parameter {index}": p for index, p in enumerate(params)}, process_group)
 
 
 def get_params_to_average(params: Params) -> list[torch.nn.Parameter]:
-    """List the parameters that are to be averaged: floating-point ones that are trained.
+    """Return the parameters to average: those that are trained and have a floating-point dtype.
 
-    torch leaves out those without a gradient on this worker, so that after `zero_grad()` nothing is left, and workers
-    whose gradients differ average different parameters with each other.
+    torch leaves out parameters without a gradient on this worker: after `zero_grad()` none is left, and workers whose
+    gradients differ average different parameters with each other.
     """
-    return [p for _, p in named_parameters(params) if p.requires_grad and p.is_floating_point()]
+    return [p for _, p in _trained_parameters(params)]
 
 
 def average_parameters_or_parameter_groups(params: Params, process_group: dist.ProcessGroup | None) -> None:
-    """Average the parameters of a model, named or not, or those of an optimizer's parameter groups."""
-    if dist.get_rank(process_group) < 0:
+    """Average the parameters of a model, with or without names, or those of an optimizer's parameter groups."""
+    _average(dict(_trained_parameters(params)), process_group)
+
+
+def _average(named: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    if dist.get_rank(group) < 0:
         return
-    chosen = [(n, p) for n, p in named_parameters(params) if p.requires_grad and p.is_floating_point()]
-    _meeting(process_group).average(dict(chosen))
+    group = group_or_world(group)
+    if group not in _averagers:
+        _averagers[group] = _GroupAverager(group)
+    _averagers[group].average(named)
 
 
-def named_parameters(params: Params) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield each parameter once, with the name it was given, or else its place."""
-    seen: set[int] = set()
-    for name, p in _each(params):
-        if id(p) not in seen:
-            seen.add(id(p))
-            yield name, p
+def _trained_parameters(params: Params) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the trained floating-point parameters with their names, each parameter once."""
+    unique: dict[int, tuple[str, torch.nn.Parameter]] = {}
+    for name, p in _named_parameters(params):
+        unique.setdefault(id(p), (name, p))
+    return [(name, p) for name, p in unique.values() if p.requires_grad and p.is_floating_point()]
 
 
-def _each(params: Params) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    for place, entry in enumerate(params):
+def _named_parameters(params: Params) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield all parameters, with the names that the caller gave them or else their indices."""
+    for index, entry in enumerate(params):
         if isinstance(entry, torch.nn.Parameter):
-            yield f"parameter {place}", entry
+            yield f"parameter {index}", entry
         elif isinstance(entry, Mapping):
-            names = entry.get("param_names") or [f"group {place} parameter {i}" for i in range(len(entry["params"]))]
+            names = entry.get("param_names") or [f"group {index} parameter {i}" for i in range(len(entry["params"]))]
             yield from zip(names, entry["params"], strict=True)
         elif isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], torch.nn.Parameter):
             yield entry
@@ -74,8 +77,8 @@ def _each(params: Params) -> Iterator[tuple[str, torch.nn.Parameter]]:
             )
 
 
-class _Meeting:
-    """The workers of one group, and what they have agreed to average."""
+class _GroupAverager:
+    """Averages parameters over one group, once the workers have agreed on names, shapes and dtypes."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.queue = CollectiveQueue(group, Ledger(), share=True)
@@ -84,7 +87,7 @@ class _Meeting:
     def average(self, named: Mapping[str, Tensor]) -> None:
         facts = parameter_facts(named.items())
         changed = torch.tensor([float(facts != self._agreed)])
-        # A worker whose parameters changed must not be alone in asking; so all hear of it first, in 4 bytes.
+        # `agree` is collective, so all workers must know whether the parameters changed on any of them: 4 bytes.
         average_in_place(self.queue, {"changed": changed}, "control")
         if float(changed) > 0:
             agree(self.queue, "what is averaged", facts)
@@ -92,11 +95,4 @@ class _Meeting:
         average_in_place(self.queue, {name: p.detach() for name, p in named.items()})
 
 
-_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Meeting] = weakref.WeakKeyDictionary()
-
-
-def _meeting(group: dist.ProcessGroup | None) -> _Meeting:
-    group = group_or_world(group)
-    if group not in _meetings:
-        _meetings[group] = _Meeting(group)
-    return _meetings[group]
+_averagers: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupAverager] = weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""The hooks of one round, by themselves, wrapped, and by their names in `DDPCommHookType`."""
+"""The hooks of one collective, by themselves, wrapped, and by their names in `DDPCommHookType`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from laconic.algorithms.ddp_comm_hooks import default_hooks as default
 from laconic.algorithms.ddp_comm_hooks import quantization_hooks as quantization
 from laconic.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
 from laconic.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from tests.algorithms.implementations import averaged, mean_of, module, relative_error
-from tests.session.models import assert_equal_bits, batch, mlp, weights
+from tests.algorithms.implementations import averaged, hooked, mean_of, module, relative_error, sgd, train
+from tests.session.models import assert_equal_bits, mlp, weights
 from tests.workers import WorkerError, run_workers
 
-# The largest error, relative to the exact mean: half a unit in the last place of each type, and a little for the sum.
+# The largest error, relative to the exact mean: half a unit in the last place of each dtype, and some for the sum.
 BOUNDS = {
     "allreduce_hook": 1e-6,
     "fp16_compress_hook": 1e-3,
@@ -59,12 +59,12 @@ def test_default_hooks_on_cpu():
     for name, bound in BOUNDS.items():
         assert_equal_bits([results[name][1] for results in per_worker])
         error = per_worker[0][name][0]
-        assert error < bound, f"{name} is off by {error:.2g}"
+        assert error < bound, f"the relative error of {name} is {error:.2g}"
         assert name == "allreduce_hook" or error > 1e-5, f"{name} did not round"
 
 
-def _torchs_bits(flat: Tensor, width: int | None) -> Tensor:
-    """Quantise and back by torch's own functions; its hooks themselves do not run over gloo."""
+def _torch_quantized(flat: Tensor, width: int | None) -> Tensor:
+    """Quantize and dequantize with torch's own functions; its hooks do not run with gloo."""
     theirs = module("torch", "ddp_comm_hooks.quantization_hooks")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -85,7 +85,7 @@ def _torchs_bits(flat: Tensor, width: int | None) -> Tensor:
 
 
 def _quantized(worker: int) -> dict[str, tuple[float, float, float, Tensor]]:
-    """How far ours is from the exact mean and from torch's, half a step of 8 bits, and what arrived."""
+    """Return the distances to the exact mean and to torch's result, half a quantization step, and the result."""
     gradients = _gradients(worker)
     flat = torch.cat([g.reshape(-1) for g in gradients])
     results = {}
@@ -94,12 +94,12 @@ def _quantized(worker: int) -> dict[str, tuple[float, float, float, Tensor]]:
         blocks = flat.split(width or len(flat))
         half = max(float(block.amax().clamp(min=0) - block.amin().clamp(max=0)) / 510 for block in blocks)
         half = float(mean_of(torch.tensor(half)))
-        theirs = mean_of(_torchs_bits(flat, width))
-        results[name] = (_furthest(found, mean_of(flat)), _furthest(found, theirs), half, found)
+        theirs = mean_of(_torch_quantized(flat, width))
+        results[name] = (_max_difference(found, mean_of(flat)), _max_difference(found, theirs), half, found)
     return results
 
 
-def _furthest(a: Tensor, b: Tensor) -> float:
+def _max_difference(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max())
 
 
@@ -108,12 +108,12 @@ def test_quantization_hooks():
     for name in per_worker[0]:
         assert_equal_bits([results[name][3] for results in per_worker])
         from_mean, from_torch, half, _ = per_worker[0][name]
-        # Half a step for the number, and as much for the zero point, which is rounded too.
+        # Half a step for the element, and half a step for the zero point, which is rounded too.
         assert 0.1 * half < from_mean <= 2 * half, f"{name} is off by {from_mean:.2g}, half a step is {half:.2g}"
         assert from_torch <= 2 * half, f"{name} is {from_torch:.2g} from torch's, half a step is {half:.2g}"
 
 
-def _torch_over_gloo(worker: int, name: str) -> None:
+def _torch_with_gloo(worker: int, name: str) -> None:
     hooks = module("torch", "ddp_comm_hooks.quantization_hooks")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -122,9 +122,9 @@ def _torch_over_gloo(worker: int, name: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["quantization_pertensor_hook", "quantization_perchannel_hook"])
-def test_torchs_own_quantization_hooks_do_not_run_over_gloo(name):
+def test_torchs_own_quantization_hooks_do_not_run_with_gloo(name):
     with pytest.raises(WorkerError, match="IndexError"):
-        run_workers(_torch_over_gloo, 2, (name,), timeout_s=20)
+        run_workers(_torch_with_gloo, 2, (name,), timeout_s=20)
 
 
 def _torch_bf16(worker: int) -> None:
@@ -132,7 +132,7 @@ def _torch_bf16(worker: int) -> None:
 
 
 @pytest.mark.nightly
-def test_torchs_own_bf16_hook_is_refused_without_cuda():
+def test_ddp_rejects_torchs_own_bf16_hook_without_cuda():
     with pytest.raises(WorkerError, match="BF16 all reduce communication hook required CUDA"):
         run_workers(_torch_bf16, 2, timeout_s=20)
 
@@ -143,12 +143,7 @@ def _registered(worker: int) -> dict[str, tuple[Tensor, Tensor]]:
         model = DDP(mlp())
         register_ddp_comm_hook(kind, model, None)
         before = weights(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            x, y = batch(worker, step)
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+        train(model, sgd(model), worker, range(3))
         results[kind.name] = (before, weights(model))
     return results
 
@@ -158,26 +153,20 @@ def test_every_hook_is_registered_by_its_name():
     their_names = [kind.name for kind in module("torch", "ddp_comm_hooks").DDPCommHookType]
     assert list(first) == their_names
     for name in first:
-        assert not torch.equal(*first[name]), f"{name}: nothing was learned"
+        assert not torch.equal(*first[name]), f"{name}: the weights did not change"
         assert torch.equal(first[name][1], second[name][1]) == (name != "NOOP"), name
 
 
 def _wrapped(worker: int) -> dict[str, tuple[float, Tensor]]:
     results = {}
     for name in ("fp16_compress_wrapper", "bf16_compress_wrapper"):
-        model = DDP(mlp(), bucket_cap_mb=0.01)
         state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-        model.register_comm_hook(state, getattr(default, name)(powerSGD_hook))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-        losses = []
-        for step in range(40):
-            x, y = batch(worker, step % 2)
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
+        model = hooked(mlp(), state, getattr(default, name)(powerSGD_hook), bucket_cap_mb=0.01)
+        optimizer = sgd(model)
+        losses: list[float] = []
+        for step in [0, 1] * 20:
+            losses += train(model, optimizer, worker, [step])
             assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
-            optimizer.step()
-            losses.append(float(loss.detach()))
         assert all(residual.dtype == torch.float32 for residual in state.error_dict.values())
         results[name] = (losses[-1] / losses[0], weights(model))
     return results
@@ -188,7 +177,7 @@ def test_wrapped_powersgd_trains_on_cpu():
     for name in per_worker[0]:
         assert_equal_bits([results[name][1] for results in per_worker])
         for results in per_worker:
-            assert results[name][0] < 0.6, f"{name}: the loss fell only to {results[name][0]:.2f} of what it was"
+            assert results[name][0] < 0.6, f"{name}: the loss decreased by a factor of only {results[name][0]:.2f}"
 
 
 @pytest.mark.parametrize(

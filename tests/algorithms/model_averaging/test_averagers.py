@@ -1,4 +1,4 @@
-"""Model averagers: when they average, what they take, and workers that bring different things."""
+"""Model averagers: when they average, which parameters they accept, and errors when these differ between workers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tests.workers import WorkerError, run_workers
 
 
 def _values(worker: int, kind: str, steps: int) -> list[float]:
-    """After each step, a weight that was set to the worker's index before it."""
+    """Set a weight to the worker's index before each step, and return its values after them."""
     averager: Any = (
         PeriodicModelAverager(period=4, warmup_steps=2)
         if kind == "periodic"
         else HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), warmup_steps=2)
     )
     p = nn.Parameter(torch.zeros(1))
-    seen = []
+    values = []
     for _ in range(steps):
         with torch.no_grad():
             p.fill_(float(worker))
         averager.average_parameters([p])
-        seen.append(float(p.detach()))
-    return seen
+        values.append(float(p.detach()))
+    return values
 
 
 def _both(worker: int) -> tuple[list[float], list[float]]:
@@ -43,12 +43,12 @@ def test_phases_are_torchs():
     for worker, (periodic, hierarchical) in enumerate(run_workers(_both, 4)):
         own, pair, whole = float(worker), worker // 2 * 2 + 0.5, 1.5
         assert periodic == [whole if step in (2, 6, 10) else own for step in range(11)]  # from the end of the warm-up
-        expected = {2: pair, 4: whole, 6: pair, 8: whole}  # by the step itself, the larger group first
+        expected = {2: pair, 4: whole, 6: pair, 8: whole}  # by the step itself; the larger group has precedence
         assert hierarchical == [expected.get(step, own) for step in range(9)]
 
 
 def _kinds(worker: int) -> list[float]:
-    """All that an averager takes: parameters, named ones, an optimizer's groups; frozen and integer ones left alone."""
+    """Average parameters, named parameters and an optimizer's groups. Frozen and integer parameters do not change."""
     results = []
     for kind in ("parameters", "named", "groups", "iterator"):
         model = nn.Linear(2, 2)
@@ -72,7 +72,7 @@ def _kinds(worker: int) -> list[float]:
     return results
 
 
-def test_what_is_taken_and_what_is_left_alone():
+def test_accepted_inputs():
     assert run_workers(_kinds, 2) == [[0.5] * 4] * 2
 
 
@@ -92,28 +92,33 @@ def _parameters(name: str, given: list[Any]) -> list[Any]:
     return [nn.Parameter(torch.ones(shape)) for shape in given]
 
 
+def _error_of(averager: PeriodicModelAverager, parameters: list[Any]) -> str:
+    try:
+        averager.average_parameters(parameters)
+    except DisagreementError as error:
+        return str(error)
+    return "no error"
+
+
 def _differ(worker: int) -> dict[str, str]:
-    said = {}
-    for name, (usual, odd) in DIFFERENCES.items():
-        try:
-            PeriodicModelAverager(period=2).average_parameters(_parameters(name, odd if worker == 1 else usual))
-            said[name] = "nothing"
-        except DisagreementError as error:
-            said[name] = str(error)
-    # The group is still in order: the next averaging, of the same things, works.
+    errors = {}
+    for name, (usual, other) in DIFFERENCES.items():
+        parameters = _parameters(name, other if worker == 1 else usual)
+        errors[name] = _error_of(PeriodicModelAverager(period=2), parameters)
+    # The group still works: the next averaging, of the same parameters on all workers, succeeds.
     p = nn.Parameter(torch.tensor([float(worker)]))
     average_parameters(iter([p]), dist.group.WORLD)
     assert float(p.detach()) == 1.0
-    return said
+    return errors
 
 
-def test_workers_that_bring_different_things_are_told_so():
+def test_different_parameters_raise_the_same_error_on_every_worker():
     per_worker = run_workers(_differ, 3, timeout_s=30)
     for name in DIFFERENCES:
-        for said in per_worker:
-            assert said[name] == per_worker[0][name]
-            assert "worker 1 has" in said[name] and "worker 0 has" in said[name], f"{name}: {said[name]}"
-            assert "Nothing was averaged" in said[name]
+        for errors in per_worker:
+            assert errors[name] == per_worker[0][name]
+            assert "worker 1 has" in errors[name] and "worker 0 has" in errors[name], f"{name}: {errors[name]}"
+            assert "Nothing was averaged" in errors[name]
 
 
 def _changes_later(worker: int) -> str:
@@ -121,16 +126,12 @@ def _changes_later(worker: int) -> str:
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
     for _ in range(4):
         averager.average_parameters(parameters)
-    try:
-        averager.average_parameters(parameters[:1] if worker == 0 else parameters)
-    except DisagreementError as error:
-        return str(error)
-    return "nothing"
+    return _error_of(averager, parameters[:1] if worker == 0 else parameters)
 
 
-def test_a_worker_whose_parameters_change_later_is_named():
-    for said in run_workers(_changes_later, 3):
-        assert "worker 0 has nothing more, while worker 1 has parameter 1: parameter 1 [3] float32" in said
+def test_a_later_change_of_the_parameters_of_one_worker_raises():
+    for message in run_workers(_changes_later, 3):
+        assert "worker 0 has nothing more, while worker 1 has parameter 1: parameter 1 [3] float32" in message
 
 
 def _shared_groups(worker: int) -> None:
@@ -144,11 +145,11 @@ def _shared_groups(worker: int) -> None:
     assert averager.step == 3
 
 
-def test_copies_share_their_groups():
+def test_copies_share_the_groups():
     run_workers(_shared_groups, 2)
 
 
-def _refused(worker: int, levels: list[tuple[int, int]]) -> None:
+def _invalid(worker: int, levels: list[tuple[int, int]]) -> None:
     HierarchicalModelAverager(OrderedDict(levels))
 
 
@@ -156,9 +157,9 @@ def _refused(worker: int, levels: list[tuple[int, int]]) -> None:
     ("levels", "words"),
     [
         ([(2, 2), (4, 3)], r"must be equal to the size of arg ``process_group`` 2"),
-        ([(4, 1), (2, 2)], r"period 2 after 4: periods must grow"),
+        ([(4, 1), (2, 2)], r"period 2 after 4: periods must be positive and increase"),
     ],
 )
-def test_refusals_name_the_numbers(levels, words):
+def test_errors_name_the_numbers(levels, words):
     with pytest.raises(WorkerError, match=words):
-        run_workers(_refused, 2, (levels,))
+        run_workers(_invalid, 2, (levels,))

@@ -1,0 +1,108 @@
+"""Shared parts of the hooks: collectives of a hook state, names of parameters, and averaging with one collective."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from laconic.codecs import Codec
+from laconic.comm.averaging import write
+from laconic.comm.collectives import launch
+from laconic.comm.queue import CollectiveQueue, resolved
+from laconic.comm.requests import State
+from laconic.ledger import Ledger
+from laconic.session.bucket_queue import BucketQueue
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
+
+def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return `group`, or the default process group for None, as torch's hooks do."""
+    if group is not None:
+        return group
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError(
+            "no process group was given and there is no default one. "
+            "Call torch.distributed.init_process_group(...) before the first backward pass."
+        )
+    return world
+
+
+class ParameterNames:
+    """Stable names for the parameters in a hook's buckets.
+
+    DDP does not pass names to a hook. But its first bucket layout is the reverse order of the model: the first bucket
+    holds the last parameters. So the first backward names each parameter by its index counted from the last,
+    `parameter[-1]`. The parameter keeps this name when DDP rebuilds its buckets.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # by id(), which a later parameter may reuse
+
+    def gradients(self, bucket: GradBucket) -> dict[str, Tensor]:
+        """Return the gradients of a bucket by the names of their parameters."""
+        parameters = bucket.parameters()
+        if not all(id(p) in self._known and self._known[id(p)][0]() is p for p in parameters):
+            if bucket.index() == 0:  # the first model, or another one
+                self._known = {}
+            last = len(self._known) + len(parameters)
+            for index, p in enumerate(parameters):
+                self._known[id(p)] = (weakref.ref(p), f"parameter[-{last - index}]")
+        return {self._known[id(p)][1]: g for p, g in zip(parameters, bucket.gradients(), strict=True)}
+
+
+class Engine:
+    """The queue, ledger, buckets and parameter names of one hook state. Never saved."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group_or_world(group)
+        self.ledger = Ledger()
+        self.queue = CollectiveQueue(self.group, self.ledger)
+        self.buckets = BucketQueue(self.queue)
+        self.names = ParameterNames()
+        self.first_backward = True
+        self.state_tree: State = {}
+        """Only for PowerSGD: the memory of the hook state as its codec expects it."""
+        self.state_tree_key: tuple[object, ...] = ()
+
+
+def average_once(codec: Codec, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
+    """Average a bucket through a codec that needs one collective, which is launched here, on `group` itself.
+
+    The callback neither launches nor waits, so the caller alone decides the order of the collectives.
+    """
+    flat = bucket.buffer()
+    handles = _average_in_place(codec, group_or_world(group), flat)
+    work = next(handles, None)
+    if work is None:  # a single worker
+        return resolved(flat)
+
+    def finish(done: Future[Any]) -> Tensor:
+        done.value()  # raises the error of the collective
+        if next(handles, None) is not None:
+            raise RuntimeError(f"{codec} needs more than one collective. Run it in a CollectiveQueue.")
+        return flat
+
+    future: Future[Any] = work.get_future()
+    return future.then(finish)
+
+
+def _average_in_place(codec: Codec, group: dist.ProcessGroup, flat: Tensor) -> Iterator[Any]:
+    """Launch the collectives of `codec`, yield the handle of each, and write the mean to `flat`."""
+    tensors = {"": flat}
+    exchange = codec.average(tensors, {}, reuse=True)
+    result = None
+    while True:
+        try:
+            request = exchange.send(result)  # type: ignore[arg-type]  # None starts the generator
+        except StopIteration as stop:
+            write(tensors, stop.value.mean)
+            return
+        result = yield from launch(request, group)
