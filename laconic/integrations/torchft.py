@@ -57,8 +57,9 @@ class Group(torchft.ProcessGroupGloo):  # type: ignore[misc]
     _pg: dist.ProcessGroup | None
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> dist.ProcessGroup:
+        self._store = BoundedStore(store)  # torch's own reference does not keep a Python store alive
         try:
-            return connect(BoundedStore(store), "laconic", rank, world_size)
+            return connect(self._store, "laconic", rank, world_size)
         except RuntimeError:
             leave(self.timeout_s)
             raise
