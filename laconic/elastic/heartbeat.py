@@ -20,12 +20,10 @@ class HeartbeatMonitor:
 
     def __init__(self, store: BoundedStore, id: str, tag: str, silence_s: float) -> None:
         self._store, self._id, self._tag = store, id, tag
-        self._silence_s = silence_s
-        self._pause_s = silence_s / 5
+        self._silence_s, self._pause_s = silence_s, silence_s / 5
         self._lock = threading.Lock()
-        self._counts: dict[str, bytes] = {}
-        self._changed_s: dict[str, float] = {}
-        """When the counter of each watched worker last changed."""
+        self._watched: dict[str, tuple[bytes, float]] = {}
+        """The last counter of each watched worker, and when it changed."""
         self._looked_s = time.monotonic()
         self._ended = threading.Event()
         self._open_attempt: int | None = None
@@ -49,20 +47,18 @@ class HeartbeatMonitor:
         """Watch these workers, too; each counts as alive at first."""
         with self._lock:
             for tag in tags:
-                self._changed_s.setdefault(tag, self._looked_s)
+                self._watched.setdefault(tag, (b"", self._looked_s))
 
     def watch_only(self, tags: Iterable[str]) -> None:
         """Watch these workers and no others."""
-        wanted = set(tags)
-        self.watch(wanted)
         with self._lock:
-            self._changed_s = {tag: at for tag, at in self._changed_s.items() if tag in wanted}
-            self._counts = {tag: count for tag, count in self._counts.items() if tag in wanted}
+            self._watched = {tag: self._watched.get(tag, (b"", self._looked_s)) for tag in tags}
 
     def alive(self, tag: str) -> bool:
-        """Return whether a watched worker is alive."""
+        """Return whether a worker is alive. Workers that are not watched count as alive."""
         with self._lock:
-            return tag == self._tag or self._looked_s - self._changed_s.get(tag, self._looked_s) < self._silence_s
+            _, changed_s = self._watched.get(tag, (b"", self._looked_s))
+            return tag == self._tag or self._looked_s - changed_s < self._silence_s
 
     def watch_for_joins(self, attempt: int | None) -> None:
         """Set `join_requested` when a worker registers for this attempt."""
@@ -85,7 +81,7 @@ class HeartbeatMonitor:
     def _look(self) -> None:
         self._store.add(f"heartbeat/{self._tag}", 1)
         with self._lock:
-            tags = list(self._changed_s)
+            tags = list(self._watched)
         found = self._store.read([f"owner/{self._id}", *(f"heartbeat/{tag}" for tag in tags)])
         if found is not None:
             if found[0].decode() != self._tag:
@@ -105,7 +101,7 @@ class HeartbeatMonitor:
         with self._lock:
             now = time.monotonic()
             was_stopped = now - self._looked_s > 2 * self._pause_s + 0.25
-            for tag in counts.keys() & self._changed_s.keys():
-                if was_stopped or self._counts.get(tag) != counts[tag]:
-                    self._counts[tag], self._changed_s[tag] = counts[tag], now
+            for tag in counts.keys() & self._watched.keys():
+                if was_stopped or self._watched[tag][0] != counts[tag]:
+                    self._watched[tag] = counts[tag], now
             self._looked_s = now

@@ -12,13 +12,79 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
 
 from laconic.elastic.errors import QuorumError
 from laconic.elastic.heartbeat import HeartbeatMonitor
-from laconic.elastic.membership import Member, Membership
 from laconic.elastic.store import BoundedStore
 
 POLL_S = 0.03
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker at a rendezvous, and the snapshots that it holds.
+
+    `tag` identifies the process. `generation` is that of the snapshots, 0 if the worker has not been in a group yet.
+    `in_memory` is False for a process that was killed, and started again from what it had saved.
+    """
+
+    id: str
+    tag: str
+    generation: int
+    steps: tuple[int, ...]
+    in_memory: bool = True
+
+    @staticmethod
+    def from_dict(found: dict[str, Any]) -> Member:
+        """Read what `dataclasses.asdict` wrote, after a way through JSON."""
+        return Member(**{**found, "steps": tuple(found["steps"])})
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """A sort key: numbers first, by value, then names."""
+        return (0, int(self.id), "") if self.id.isdecimal() else (1, 0, self.id)
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The members of a new generation, in the order of their ranks. Every member derives the same facts from it.
+
+    Only members of the newest generation decide about the step to continue from. A worker that was killed, and read
+    its snapshots from a disk, counts only if no other is left: the disk may be behind.
+    """
+
+    attempt: int
+    generation: int
+    members: tuple[Member, ...]
+
+    @cached_property
+    def _newest(self) -> list[Member]:
+        newest = max((each.generation, each.in_memory) for each in self.members)
+        return [each for each in self.members if (each.generation, each.in_memory) == newest]
+
+    @cached_property
+    def base(self) -> int:
+        """The step to continue from: the newest that all of the newest generation hold; from disks, that any holds."""
+        held = [set(each.steps) for each in self._newest]
+        common = set.intersection(*held) if self._newest[0].in_memory else None
+        return max(common or set.union(*held))
+
+    @cached_property
+    def source(self) -> int:
+        """The rank of the worker that sends its state to those that need it."""
+        return next(rank for rank, each in enumerate(self.members) if self._holds_base(each))
+
+    @cached_property
+    def receivers(self) -> list[int]:
+        """The ranks of the workers that need the state of another. In the first generation, all but one."""
+        first = all(each.generation == 0 for each in self.members)
+        ranks = [rank for rank, each in enumerate(self.members) if first or not self._holds_base(each)]
+        return [rank for rank in ranks if rank != self.source]
+
+    def _holds_base(self, member: Member) -> bool:
+        return member in self._newest and self.base in member.steps
 
 
 @dataclass(frozen=True)
@@ -98,7 +164,7 @@ class Rendezvous:
                     f"{', '.join(living)} may have committed more: alive, but not here within "
                     f"{self._rules.wait_s:g} s. Start this worker again when they have joined or ended."
                 )
-        needed = max(self._rules.expect, self._rules.least) if held == 0 else self._rules.least
+        needed = self._rules.expect if held == 0 else self._rules.least
         if len(present) < needed:
             here = {each.id for each in present}
             missing = ", ".join(repr(each.id) for each in expected if each.id not in here)
@@ -125,7 +191,7 @@ class Rendezvous:
         """Write the membership, unless another worker has."""
         members = tuple({each.id: each for each in present}.values())  # one process for each id
         generation = 1 + max(self._store.add("top", 0), *(each.generation for each in members))
-        text = Membership(attempt, generation, members).to_json()
+        text = json.dumps([generation, [asdict(each) for each in members]])
         self._store.compare_set(f"{attempt}/members", "", text)
 
     def _open_next(self, membership: Membership) -> None:
@@ -136,7 +202,10 @@ class Rendezvous:
 
     def _read_membership(self, attempt: int) -> Membership | None:
         found = None if attempt < 0 else self._store.read([f"{attempt}/members"])
-        return None if found is None else Membership.from_json(found[0])
+        if found is None:
+            return None
+        generation, members = json.loads(found[0])
+        return Membership(attempt, generation, tuple(map(Member.from_dict, members)))
 
     def _raise_counter(self, key: str, value: int) -> None:
         """Raise a counter in the store to at least `value`."""

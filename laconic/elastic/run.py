@@ -12,6 +12,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -21,14 +22,12 @@ from torch.optim import Optimizer
 from laconic import DisagreementError, Session
 from laconic.elastic.errors import ElasticError, EndedError, ReplacedError, StoreLostError
 from laconic.elastic.group import connect, leave, regroup
-from laconic.elastic.history import History
-from laconic.elastic.membership import Member, Membership
+from laconic.elastic.history import History, SnapshotStore
 from laconic.elastic.parts import check_counts, is_loss, parts_of
+from laconic.elastic.rendezvous import Member, Membership
 from laconic.elastic.snapshot import Committed, Stateful
-from laconic.elastic.snapshot_store import SnapshotStore
 from laconic.elastic.state_transfer import transfer
 from laconic.elastic.step import CommitClock, Step
-from laconic.elastic.store import CancelCheck
 from laconic.elastic.world import World
 
 logger = logging.getLogger("laconic.elastic")
@@ -250,7 +249,7 @@ class Run:
         """Form the group of a membership; return whether all members could."""
         self._idle = False
         try:
-            self._connect(membership, self.world.failure_check(membership))
+            self._connect(membership)
         except ElasticError:
             self.world.report_failure(membership)
             raise
@@ -261,17 +260,18 @@ class Run:
         self._idle = True
         return True
 
-    def _connect(self, membership: Membership, check: CancelCheck) -> None:
+    def _connect(self, membership: Membership) -> None:
         """Connect to the other members, and continue from the step that all of them agree on."""
         world, self._membership = self.world, membership
-        world.barrier("ready", membership, check)
+        check = partial(world.check_forming, membership)
+        world.barrier("ready", membership)
         with world.store.cancelled_by(check):
             group = connect(world.store, f"{membership.attempt}/group", self.worker, self.workers)
             regroup(self.session, group, world.timeout_s)
             snapshot = transfer(membership, self.worker, self._history, group, world.timeout_s, check)
         self._history.resume(snapshot, membership.generation, save=self._save_every is not None)
         self._commits.reset()
-        world.barrier("resumed", membership, check)
+        world.barrier("resumed", membership)
         world.rendezvous.confirm(membership)
         world.monitor.watch_for_joins(membership.attempt + 1)
         world.monitor.on_death = self.session.cancel_wait

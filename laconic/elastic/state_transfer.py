@@ -18,7 +18,7 @@ from laconic.comm.timeout import ended
 from laconic.elastic.errors import DamagedStateError
 from laconic.elastic.group import subgroup
 from laconic.elastic.history import History
-from laconic.elastic.membership import Membership
+from laconic.elastic.rendezvous import Membership
 from laconic.elastic.snapshot import Snapshot, allocate, pack, unpack
 from laconic.elastic.store import CancelCheck
 
@@ -27,12 +27,7 @@ Broadcast: TypeAlias = Callable[[Tensor], None]
 
 
 def transfer(
-    membership: Membership,
-    rank: int,
-    history: History,
-    group: dist.ProcessGroup,
-    timeout_s: float,
-    check: CancelCheck,
+    membership: Membership, rank: int, history: History, group: dist.ProcessGroup, timeout_s: float, check: CancelCheck
 ) -> Snapshot:
     """Return the snapshot to continue from: this worker's own, or one that another member sends."""
     source, receivers = membership.source, membership.receivers

@@ -88,30 +88,23 @@ class BoundedStore(Store):
     def get(self, key: str) -> bytes:
         """Read a key, and wait until it is written."""
         self.wait([key])
-        value: bytes = self._call("get", key)
-        return value
+        return bytes(self._call("get", key))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, and return its new value."""
-        value: int = self._call("add", key, amount)
-        return value
+        return int(self._call("add", key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are written."""
-        found: bool = self._call("check", list(keys))
-        return found
+        return bool(self._call("check", list(keys)))
 
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
         """Read several keys in two calls; None if one of them is not written."""
-        if not self.check(keys):
-            return None
-        values: list[bytes] = self._call("multi_get", list(keys))
-        return values
+        return list(self._call("multi_get", list(keys))) if self.check(keys) else None
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write a key if its value is `expected`, and return its value."""
-        value: bytes = self._call("compare_set", key, expected, desired)
-        return value
+        return bytes(self._call("compare_set", key, expected, desired))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are written, or the wait is cancelled."""

@@ -15,9 +15,8 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from laconic.elastic.errors import StoreLostError
 from laconic.elastic.heartbeat import HeartbeatMonitor
-from laconic.elastic.membership import Membership
-from laconic.elastic.rendezvous import Rendezvous, Rules
-from laconic.elastic.store import POLL_S, BoundedStore, CancelCheck
+from laconic.elastic.rendezvous import Membership, Rendezvous, Rules
+from laconic.elastic.store import POLL_S, BoundedStore
 from laconic.values import is_whole
 
 CONNECT_S = 30.0
@@ -125,12 +124,12 @@ class World:
         """Whether the torchrun agent of this worker is gone. When it is back, it starts another worker."""
         return self._agent is not None and os.getppid() != self._agent
 
-    def barrier(self, name: str, membership: Membership, check: CancelCheck) -> None:
+    def barrier(self, name: str, membership: Membership) -> None:
         """Wait until all members have come to this point of forming a group."""
         keys = {each.tag: f"{membership.attempt}/{name}/{each.tag}" for each in membership.members}
         self.store.set(keys[self.tag], "")
         while not self.store.check(list(keys.values())):
-            check()
+            self.check_forming(membership)
             time.sleep(POLL_S)
 
     def report_failure(self, membership: Membership) -> None:
@@ -138,18 +137,14 @@ class World:
         if self.store.lost is None:
             self.store.set(f"{membership.attempt}/failed", "")
 
-    def failure_check(self, membership: Membership) -> CancelCheck:
-        """Return a check that raises when the group cannot be formed any more."""
-
-        def check() -> None:
-            self.monitor.raise_if_failed()
-            dead = [each.id for each in membership.members if not self.monitor.alive(each.tag)]
-            if dead:
-                raise RuntimeError(f"worker {', '.join(dead)} died while the group was formed")
-            if self.store.check([f"{membership.attempt}/failed"]):
-                raise RuntimeError("another member could not form the group")
-
-        return check
+    def check_forming(self, membership: Membership) -> None:
+        """Raise an error if the group of a membership cannot be formed any more."""
+        self.monitor.raise_if_failed()
+        dead = [each.id for each in membership.members if not self.monitor.alive(each.tag)]
+        if dead:
+            raise RuntimeError(f"worker {', '.join(dead)} died while the group was formed")
+        if self.store.check([f"{membership.attempt}/failed"]):
+            raise RuntimeError("another member could not form the group")
 
     def record_end(self, generation: int, step: int) -> None:
         """Record in the store that a generation has finished the run."""
@@ -158,10 +153,7 @@ class World:
     def ended(self) -> tuple[int, int] | None:
         """Return the generation that finished the run, and its last step; None if the run has not ended."""
         found = self.store.read(["ended"])
-        if found is None:
-            return None
-        generation, step = json.loads(found[0])
-        return generation, step
+        return None if found is None else tuple(json.loads(found[0]))
 
     def leave(self) -> None:
         """End the heartbeats."""

@@ -33,8 +33,8 @@ from torch.optim import Optimizer
 from laconic import Session
 from laconic.elastic.group import connect, leave, regroup
 from laconic.elastic.history import History
-from laconic.elastic.membership import Member, Membership
 from laconic.elastic.parts import is_loss, parts_of
+from laconic.elastic.rendezvous import Member, Membership
 from laconic.elastic.snapshot import Committed, Stateful
 from laconic.elastic.state_transfer import transfer
 from laconic.elastic.step import CommitClock, Step

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic import elastic
+from laconic.elastic.history import SnapshotStore
 from laconic.elastic.snapshot import Committed, Snapshot
-from laconic.elastic.snapshot_store import SnapshotStore
 from tests.workers import run_workers
 
 
