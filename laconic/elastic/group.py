@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from laconic import Session
 from laconic.elastic.store import BoundedStore
-from laconic.torch_private.elastic import all_groups, reset_group_names, set_timeout
+from laconic.torch_private.elastic import PrefixStore, all_groups, reset_group_names, set_timeout
 
 CONNECT_S = 2.0
 """Timeout of one connection of a new group. If a member stops meanwhile, gloo waits five times as long, and that wait
@@ -29,7 +29,7 @@ def connect(store: BoundedStore, prefix: str, worker: int, workers: int) -> dist
     reset_group_names()
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(prefix, store),
+        store=PrefixStore(prefix, store),
         rank=worker,
         world_size=workers,
         timeout=timedelta(seconds=CONNECT_S),

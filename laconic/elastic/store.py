@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeAlias
 
-from torch.distributed import Store
-
 from laconic.comm.timeout import run_in_thread
 from laconic.elastic.errors import StoreLostError
+from laconic.torch_private.elastic import Store
 
 CancelCheck: TypeAlias = Callable[[], None]
 """Raises an error when a wait must end early."""

@@ -27,7 +27,6 @@ from typing import Any
 import torch.distributed as dist
 import torchft
 from torch import nn
-from torch.distributed import Store
 from torch.optim import Optimizer
 
 from laconic import Session
@@ -39,6 +38,7 @@ from laconic.elastic.snapshot import Committed, Stateful
 from laconic.elastic.state_transfer import transfer
 from laconic.elastic.step import CommitClock, Step
 from laconic.elastic.store import BoundedStore, CancelCheck
+from laconic.torch_private.elastic import Store
 
 logger = logging.getLogger("laconic.torchft")
 

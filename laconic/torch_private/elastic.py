@@ -1,10 +1,13 @@
-"""The default process group: made again and again in one process, with a timeout that changes."""
+"""Stores with their types, and the default process group: made again in one process, with a timeout that changes."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed has them without types
+
+__all__ = ["PrefixStore", "Store", "TCPStore", "all_groups", "reset_group_names", "set_timeout"]
 
 
 def reset_group_names() -> None:
