@@ -22,7 +22,7 @@ from laconic.elastic.rendezvous import Membership
 from laconic.elastic.snapshot import Snapshot, allocate, pack, unpack
 from laconic.elastic.store import CancelCheck
 
-Broadcast: TypeAlias = Callable[[Tensor], None]
+Broadcast: TypeAlias = Callable[[Tensor], object]
 """Sends a tensor from the source to all others, in place."""
 
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 import laconic
 from tests.elastic.cluster import Cluster, Job

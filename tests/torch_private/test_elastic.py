@@ -6,14 +6,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from laconic.torch_private.elastic import all_groups, reset_group_names, set_timeout
 from tests.workers import run_workers
 
 
 def _make_groups(worker: int) -> list[str]:
-    names = []
+    names: list[str] = []
     for _ in range(2):
         reset_group_names()
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
