@@ -1,11 +1,11 @@
-"""How soon all workers know: of a worker that means something else, and of one that was killed.
+"""How soon all workers raise an error: after a mismatch at `attach`, and after a worker was killed.
 
     python benchmarks/faults.py [--workers 2 4] [--times 7]
 
-A mismatch: the last worker attaches the lab's GPT with one thing changed, and all must raise `DisagreementError`. The
-time is that from the call of `attach` to the error, of the slowest worker. A kill: one of the workers that train, each
-in its turn, is killed from outside, and all others must raise `LostWorkerError` that names it. The time is that from
-the signal to the last survivor's error; a local method finds out at its next round. Both: median and worst.
+A mismatch: the last worker attaches the lab's GPT with one difference, and all workers must raise `DisagreementError`.
+The time is from the call of `attach` to the error of the slowest worker. A kill: one worker is killed during training,
+each in turn, and all others must raise a `LostWorkerError` that names it. The time is from the signal to the error of
+the slowest worker; a local method finds out at its next synchronisation. Both: median and worst.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ MODELS = {"order": other_order, "dtype": other_dtype, "shape": other_shape}
 PLANS = {"plan": laconic.power_sgd(rank=2), "seed": laconic.power_sgd(rank=4, seed=1)}
 
 
-def meet(worker: int, workers: int, store: str) -> None:
+def init_group(worker: int, workers: int, store: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=worker, world_size=workers)
 
 
 def attach_apart(worker: int, workers: int, store: str, times: int, pipe: Connection) -> None:
-    """Tell, for each mismatch and time, how long it took until the error."""
-    meet(worker, workers, store)
+    """Send the time until the error, for each mismatch and repetition."""
+    init_group(worker, workers, store)
     for what in (*MODELS, *PLANS):
         for _ in range(times):
             model, plan = make_task(Settings(plan="ddp()", workers=workers)).model, laconic.power_sgd(rank=4)
@@ -81,14 +81,14 @@ def attach_apart(worker: int, workers: int, store: str, times: int, pipe: Connec
             except laconic.DisagreementError as error:
                 pipe.send((what, time.monotonic() - begun, str(error)))
             else:
-                raise AssertionError(f"{what}: nobody noticed")
+                raise AssertionError(f"{what}: no error")
     dist.destroy_process_group()
     os._exit(0)
 
 
 def train_until_lost(worker: int, workers: int, store: str, plan: str, pipe: Connection) -> None:
-    """Say when training is under way, and then when somebody was lost, and who."""
-    meet(worker, workers, store)
+    """Send a message when training has begun, and the time and the missing workers when one was lost."""
+    init_group(worker, workers, store)
     task = make_task(Settings(plan=plan, workers=workers))
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-3)
     session = laconic.attach(laconic.plan(plan), task.model, optimizer)
@@ -105,7 +105,7 @@ def train_until_lost(worker: int, workers: int, store: str, plan: str, pipe: Con
 
 
 class Workers:
-    """Worker processes, each with a pipe to here. A context manager: none is left behind."""
+    """Worker processes, each with a pipe to this one. A context manager: it ends all of them."""
 
     def __init__(self, job: Callable[..., None], workers: int, *args: object) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -133,7 +133,7 @@ def mismatches(workers: int, times: int) -> dict[str, list[float]]:
         rows = [[pipe.recv() for pipe in started.pipes] for _ in range(times * len(MODELS | PLANS))]
     found: dict[str, list[float]] = {what: [] for what in (*MODELS, *PLANS)}
     for row in rows:
-        assert all(f"worker {workers - 1} has" in said for _, _, said in row), row
+        assert all(f"worker {workers - 1} has" in text for _, _, text in row), row
         found[row[0][0]].append(max(took for _, took, _ in row))
     return found
 
@@ -141,8 +141,8 @@ def mismatches(workers: int, times: int) -> dict[str, list[float]]:
 def killed(plan: str, workers: int, lost: int) -> float:
     with Workers(train_until_lost, workers, plan) as started:
         for pipe in started.pipes:
-            said = pipe.recv()
-            assert said == "trains", said
+            message = pipe.recv()
+            assert message == "trains", message
         time.sleep(0.3)
         at = time.monotonic()
         os.kill(started.processes[lost].pid or 0, signal.SIGKILL)

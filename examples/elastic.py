@@ -1,16 +1,16 @@
-"""A run that outlives its workers. Host its store first: `laconic serve --port 29400`.
+"""An elastic run, which continues when workers die or join. Host its store first: `laconic serve --port 29400`.
 
-By hand, in any number of terminals, each with an id of its own:
+By hand, in any number of terminals, each with its own id:
 
     python examples/elastic.py 127.0.0.1:29400 --id 0
 
-Or by torchrun's elastic agents, one on each machine, which start workers again that have died:
+Or with torchrun's elastic agents, one on each machine, which restart workers that have died:
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-id demo \
         --rdzv-endpoint 127.0.0.1:29400 --rdzv-conf is_host=0 examples/elastic.py 127.0.0.1:29400
 
-Kill any of it, and start it again.
+Kill any of these processes, and start it again.
 """
 
 import argparse
@@ -21,13 +21,13 @@ import torch
 import laconic
 from laconic import elastic
 
-wanted = argparse.ArgumentParser()
-wanted.add_argument("store")
-wanted.add_argument("--id", help="needed by hand; torchrun gives one")
-wanted.add_argument("--least", type=int, default=1)
-wanted.add_argument("--steps", type=int, default=2000)
-wanted.add_argument("--folder", default="elastic-run")
-given = wanted.parse_args()
+parser = argparse.ArgumentParser()
+parser.add_argument("store")
+parser.add_argument("--id", help="needed by hand; torchrun provides one")
+parser.add_argument("--least", type=int, default=1)
+parser.add_argument("--steps", type=int, default=2000)
+parser.add_argument("--folder", default="elastic-run")
+options = parser.parse_args()
 
 torch.manual_seed(0)
 teacher = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
@@ -35,11 +35,11 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loss = torch.zeros(())
 
-world = elastic.join(given.store, id=given.id, least=given.least)
+world = elastic.join(options.store, id=options.id, least=options.least)
 session = laconic.attach(laconic.plan_from_env(laconic.diloco(period=20)), model, optimizer)
-with elastic.Run(world, session, model, optimizer, folder=given.folder, save_every=10) as run:
-    run.leave_on()  # torchrun sends SIGTERM before it starts workers again: what is committed is saved
-    for step in run.steps(given.steps):
+with elastic.Run(world, session, model, optimizer, folder=options.folder, save_every=10) as run:
+    run.leave_on()  # at SIGTERM, which torchrun sends before it restarts workers: saves the last commit
+    for step in run.steps(options.steps):
         with step:
             draw = torch.Generator().manual_seed(step.number * step.workers + step.worker)  # the batch of this step
             x = torch.randn(64, 64, generator=draw)
@@ -50,6 +50,6 @@ with elastic.Run(world, session, model, optimizer, folder=given.folder, save_eve
             optimizer.step()
             optimizer.zero_grad()
     if run.stopped:
-        sys.exit(f"worker {world.id} left after step {session.step}; started again, it goes on from there")
+        sys.exit(f"worker {world.id} left after step {session.step}; restarted, it continues from there")
     if run.worker == 0:
         print(f"step {session.step}, {run.workers} workers: loss {loss.item():.4f}")

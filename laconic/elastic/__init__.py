@@ -1,4 +1,4 @@
-"""Workers that come and go: a run that outlives any of them.
+"""Training runs that continue when workers die, stop or join.
 
     from laconic import elastic
 
@@ -11,8 +11,8 @@
                 optimizer.step()
                 optimizer.zero_grad()
 
-When a worker dies or stands still, the others go back to the last round that all agreed on and go on without it. New
-and returning workers are let in after a round. The only thing that must outlive the workers is a torch store.
+When a worker dies or stops, the others go back to the last committed step and continue without it. New and returning
+workers join after a synchronisation. Only a torch store must outlive the workers.
 """
 
 from laconic.elastic.errors import (

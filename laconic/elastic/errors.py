@@ -1,27 +1,27 @@
-"""What ends an elastic run, each with its own class: a launcher may want to act on it."""
+"""Errors that end an elastic run, one class for each case that a launcher may handle."""
 
 from __future__ import annotations
 
 
 class ElasticError(RuntimeError):
-    """An elastic run cannot go on on this worker."""
+    """An elastic run cannot continue on this worker."""
 
 
 class StoreLostError(ElasticError):
-    """The store through which workers find each other does not answer: its host is gone, or cut off from here."""
+    """The store of the run does not answer: its host is down, or cannot be reached from here."""
 
 
 class QuorumError(ElasticError):
-    """Fewer workers than `least` are left, or none that holds the last committed round."""
+    """Fewer workers than `least` are left, or none that holds the last committed step."""
 
 
 class EndedError(ElasticError):
-    """The run has ended without this worker: the others hold its result."""
+    """The run ended without this worker; the other workers hold its result."""
 
 
 class ReplacedError(ElasticError):
-    """Another process has joined under this worker's id."""
+    """Another process joined with this worker's id."""
 
 
 class DamagedStateError(ElasticError):
-    """The state that a member sent did not arrive as it was sent."""
+    """The state that another worker sent was damaged on the way."""

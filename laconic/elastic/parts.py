@@ -1,4 +1,4 @@
-"""What belongs to a worker's state in an elastic run, and what cannot be run so."""
+"""The parts of a worker's state in an elastic run, and the checks of what `Run` is given."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic.comm.timeout import LostWorkerError
+from laconic import LostWorkerError, Session
 from laconic.elastic.snapshot import Stateful
-from laconic.session.session import Session
+from laconic.values import is_whole
 
 
 def parts_of(
     session: Session, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], also: Mapping[str, Stateful] | None
 ) -> dict[str, Stateful]:
-    """Name all that has a state that belongs to a step.
+    """Name every object whose state belongs to a step, and make the session average weights in copies.
 
-    From now on rounds of weights are averaged in copies. What a worker that was given up says when it wakes may still
-    be written where it was expected, and weights have been taken back from the last committed round by then.
+    A lost worker that continues may still write into buffers of a collective that the others have abandoned: these
+    must not be the weights, which the others have restored from a snapshot by then.
     """
     check_bare(session, model)
-    session._weight_sync.commit = "atomic"
+    session.commit = "atomic"
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     return {
         "model": model,
@@ -33,25 +33,25 @@ def parts_of(
 
 
 def check_bare(session: Session, model: nn.Module) -> None:
-    """Refuse models that are bound to a process group: theirs would be left with the first worker that is lost."""
-    bound = next((each for each in model.modules() if isinstance(each, DistributedDataParallel)), None)
-    if bound is None and session._dispatcher is None:
+    """Refuse models that keep a process group, which is lost with its first worker."""
+    wrapped = any(isinstance(each, DistributedDataParallel) for each in model.modules())
+    if not wrapped and session.can_regroup:
         return
-    what = "DistributedDataParallel" if bound is not None else "FSDP"
     raise ValueError(
-        f"Run(model={type(model).__name__}): {what} keeps the process group that it was made with, and an elastic run "
-        "makes a new one whenever workers come or go. Leave the wrapper out and attach to the bare module: "
-        "laconic.attach(laconic.ddp(), model, optimizer) averages the same gradients, at the optimizer's step."
+        f"Run(model={type(model).__name__}): {'DistributedDataParallel' if wrapped else 'FSDP'} keeps the process "
+        "group that it was made with, and an elastic run makes a new one whenever workers come or go. Leave the "
+        "wrapper out and attach to the bare module: laconic.attach(laconic.ddp(), model, optimizer) averages the same "
+        "gradients, at the optimizer's step."
     )
 
 
 def is_loss(session: Session, error: BaseException) -> bool:
-    """Whether an error tells of workers that were lost, and is not the caller's own."""
-    return isinstance(error, LostWorkerError) or error is session._levels.world.broken
+    """Return whether an error means that workers were lost, and is not the user's own."""
+    return isinstance(error, LostWorkerError) or error is session.error
 
 
 def check_counts(**given: int | None) -> None:
-    """Refuse what is not a number of rounds."""
+    """Refuse what is not a whole number of at least 1, or None."""
     for word, value in given.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"Run({word}={value!r}): {word} must be a whole number of rounds from 1 up.")
+        if value is not None and not is_whole(value):
+            raise ValueError(f"Run({word}={value!r}): {word} must be a whole number of at least 1.")

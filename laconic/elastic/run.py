@@ -1,14 +1,9 @@
-"""The training loop of an elastic run: commits rounds, and takes a worker from one generation to the next.
+"""The training loop of an elastic run: commits steps, and takes a worker from one generation to the next.
 
-    for step in run.steps(1000):
-        with step:
-            loss(model, batch(step.number, step.worker, step.workers)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-After each round that all agree on, state is copied to host memory, and workers exchange four numbers: only then is the
-round committed. Workers that lose one of them can differ by one round, so the last two copies are kept. Whoever passes
-that exchange knows that all others have the same round in memory: so it can never be lost while one of them lives.
+After a step that synchronised all workers, each worker copies its state to host memory, and gathers four numbers from
+all others. A worker that has gathered them knows that all others hold the same snapshot: the step is committed, and is
+not lost while one of these workers lives. When a worker is lost, the others may differ by one commit. So each keeps
+its last two snapshots.
 """
 
 from __future__ import annotations
@@ -17,40 +12,37 @@ import contextlib
 import logging
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from laconic.checks.agreement import DisagreementError
-from laconic.checks.agreement import _gather as gather_rows
+from laconic import DisagreementError, Session
 from laconic.elastic.errors import ElasticError, EndedError, ReplacedError, StoreLostError
-from laconic.elastic.group import CallOff, called_off, connect, gather, leave, lengthen
-from laconic.elastic.handing import hand_over
-from laconic.elastic.history import History, Shelf
-from laconic.elastic.members import Members, Seat
+from laconic.elastic.group import connect, leave, regroup
+from laconic.elastic.history import History, SnapshotStore
 from laconic.elastic.parts import check_counts, is_loss, parts_of
+from laconic.elastic.rendezvous import Member, Membership
 from laconic.elastic.snapshot import Committed, Stateful
-from laconic.elastic.step import Agreed, Step
+from laconic.elastic.state_transfer import transfer
+from laconic.elastic.step import CommitClock, Step
 from laconic.elastic.world import World
-from laconic.session.session import Session
 
 logger = logging.getLogger("laconic.elastic")
 
 ATTEMPTS = 100
-"""Groups that fail to form, one right after the other, before it is given up."""
+"""How many groups may fail to form, one after the other, before the run ends."""
 
 
 class Run:
     """A worker's part in a run whose workers may come and go.
 
-    `also` are other things with a state that belongs to a step, such as a learning rate scheduler. Every `every`-th
-    round that workers agree on is committed. With a `folder`, every worker saves its own state there when it ends or
-    leaves, and every `save_every` commits; a run that is started again goes on from there. `on_commit` is called with
-    each round, once it is certain.
+    `also` are other objects whose state belongs to a step, such as a learning rate scheduler. Every `every`-th
+    synchronisation of all workers is committed. With a `folder`, every worker saves its state there when it ends or
+    leaves, and every `save_every` commits; a run that is started again continues from there. `on_commit` is called
+    once with each commit.
     """
 
     def __init__(
@@ -68,58 +60,70 @@ class Run:
     ) -> None:
         check_counts(every=every, save_every=save_every)
         self.world, self.session = world, session
-        self._model = model
-        self._every, self._save_every = every, save_every
-        shelf = None if folder is None else Shelf(Path(folder), world.id)
-        self._history = History(parts_of(session, model, optimizer, also), shelf, on_commit)
-        self._members: Members | None = None
-        self._weight_sync = 0
-        self._stop = self._leaving = self._ended = False
+        self._save_every = save_every
+        store = None if folder is None else SnapshotStore(Path(folder), world.id)
+        self._history = History(parts_of(session, model, optimizer, also), store, on_commit)
+        self._commits = CommitClock(session, every)
+        self._membership: Membership | None = None
+        self._stop = self._leave_asked = self._ended = False
         self._total = 0
-        self._clean = True
-        self._agreed = Agreed(session)
+        self._idle = True
+        """Whether no collective of a group that failed to form is in flight."""
         self.stopped = False
         """Whether the loop has ended early, because a worker called `stop`, or this one `leave`."""
 
     @property
     def worker(self) -> int:
-        """The index of this worker among those of now. It can change with them."""
-        assert self._members is not None, "the group is formed by steps()"
-        return next(i for i, seat in enumerate(self._members.seats) if seat.tag == self.world.tag)
+        """The rank of this worker. It changes when workers come or go."""
+        assert self._membership is not None, "the group is formed by steps()"
+        return next(rank for rank, each in enumerate(self._membership.members) if each.tag == self.world.tag)
 
     @property
     def workers(self) -> int:
-        """How many workers there are now."""
-        assert self._members is not None, "the group is formed by steps()"
-        return len(self._members.seats)
+        """The number of workers."""
+        assert self._membership is not None, "the group is formed by steps()"
+        return len(self._membership.members)
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The ids of the workers of now, in their order."""
-        return () if self._members is None else tuple(seat.id for seat in self._members.seats)
+        """The ids of the workers, in the order of their ranks."""
+        return () if self._membership is None else tuple(each.id for each in self._membership.members)
+
+    @property
+    def generation(self) -> int:
+        """The number of the current group: it grows whenever workers come or go."""
+        return self._history.generation
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this worker leaves the run: `leave` was called, or its torchrun agent is gone."""
+        return self._leave_asked or self.world.orphaned
 
     def stop(self) -> None:
-        """Let all workers end the loop together, after the next committed round. Safe in a signal handler."""
+        """End the loop on all workers after the next commit. Safe in a signal handler."""
         self._stop = True
 
     def leave(self) -> None:
-        """Let this worker end its loop after the step under way, and the others go on. Safe in a signal handler."""
-        self._leaving = True
+        """End the loop on this worker after the current step; the others continue. Safe in a signal handler."""
+        self._leave_asked = True
 
     def leave_on(self, *signals: signal.Signals) -> None:
-        """Leave when one of these signals comes, by default SIGTERM: what torchrun sends before it starts us again."""
+        """Leave at these signals, by default SIGTERM, which torchrun sends before it restarts a worker."""
         for each in signals or (signal.SIGTERM,):
             signal.signal(each, lambda *_: self.leave())
 
     def steps(self, total: int) -> Iterator[Step]:
-        """Go on to step `total`. Each step is to be entered, and to call the optimizer once.
+        """Iterate over the steps up to `total`. Enter each step with `with`, and call the optimizer once in it.
 
-        Forms the group first: waits for the other workers, and takes over where they are. At the end weights that local
-        steps have driven apart are averaged. Ends early after `stop`, on all workers alike, or `leave`, on this one.
+        First it forms the group: it waits for the other workers, and continues from their last commit. At the end,
+        weights that local steps have made different are averaged. It ends early after `stop`, on all workers, or
+        `leave`, on this one.
         """
-        self._begin(total)
+        self._total, self._ended = total, False
+        self._history.begin(self.session.step)
+        self._recover()
         while not self._finished():
-            yield Step(self, self.session.step + 1)
+            yield Step(self.session.step + 1, self.worker, self.workers, self._end_step)
 
     def __enter__(self) -> Run:
         return self
@@ -127,71 +131,67 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave()
-        if not isinstance(self.world.watch.failed, ReplacedError):  # the folder is the other's now
-            self._history.save()
+        self._leave_group()
+        if not isinstance(self.world.monitor.error, ReplacedError):  # else the folder belongs to the other process
+            self._history.close()
         self.session.detach()
         self.world.leave()
 
-    def _begin(self, total: int) -> None:
-        self._total, self._ended = total, False
-        self._history.begin(self.session.step)
-        self._recover()
-
     def _finished(self) -> bool:
-        """Whether the loop is over. The last step is committed whatever the schedule, and the end is noted."""
-        if self._is_leaving() and not (self.stopped or self._ended):
-            self._depart()
+        """Return whether the loop is over. The last step is committed whatever the schedule."""
+        if self.leaving and not (self.stopped or self._ended):
+            self._leave_run()
         while not self.stopped and not self._ended and self.session.step >= self._total:
             try:
                 if self._history.newest.step < self.session.step:
                     self.session.average_weights()
                 self._commit()
                 self._ended = True
-                with contextlib.suppress(StoreLostError):  # all have come to the end, whoever hears of it
-                    self.world.end(self._history.generation, self.session.step)
+                with contextlib.suppress(StoreLostError):  # all workers have finished, with or without the store
+                    self.world.record_end(self.generation, self.session.step)
             except RuntimeError as error:
-                if not self._survives(error):
+                if not self._recovers_from(error):
                     raise
         return self.stopped or self._ended
 
     def _end_step(self, error: BaseException | None) -> bool:
-        """Commit what the step agreed on; after a fault, go back to the last committed round."""
+        """Commit the step if that is due; if a worker was lost, go back to the last commit.
+
+        Returns whether `error` was handled.
+        """
         if error is not None:
-            return self._survives(error)
+            return self._recovers_from(error)
         try:
-            if self._agreed.after_step():
-                self._weight_sync += 1
-                if self._weight_sync % self._every == 0 and self.session.step < self._total and self._commit():
-                    self._recover()
+            if self._commits.is_due() and self.session.step < self._total and self._commit():
+                self._recover()
         except RuntimeError as lost:
-            if not self._survives(lost):
+            if not self._recovers_from(lost):
                 raise
         return False
 
     def _commit(self) -> bool:
-        """Keep this step, and hear that all others have: then it is committed.
+        """Take a snapshot, and commit it when all other workers have taken theirs.
 
-        Tells whether to meet again: somebody wants to come in, or has lost the store, and will find so at the meeting.
+        Returns whether to form a new group: a worker wants to join, or a member has lost the store.
         """
-        watch = self.world.watch
-        if isinstance(watch.failed, ReplacedError):
-            raise watch.failed
+        monitor = self.world.monitor
+        if isinstance(monitor.error, ReplacedError):
+            raise monitor.error
         step = self.session.step
-        self._history.keep(step, self.members)
-        row = [step, int(self._stop), int(watch.wanted), int(watch.failed is not None)]
-        rows = gather_rows(self.session._levels.world, torch.tensor(row))
-        if bool((rows[:, 0] != step).any()):
+        self._history.take(step, self.members)
+        rows = self.session.gather([step, self._stop, monitor.join_requested, monitor.error is not None])
+        steps, stops, joins, failures = zip(*rows, strict=True)
+        if set(steps) != {step}:
             raise DisagreementError(
-                f"after the same round, workers are at the steps {rows[:, 0].tolist()}. Every worker must call its "
+                f"after the same synchronisation, workers are at the steps {list(steps)}. Every worker must call its "
                 "optimizer once in each step."
             )
-        self._history.settle(self._save_every)
-        self.stopped = bool(rows[:, 1].any())
-        return not self.stopped and bool(rows[:, 2:].any())
+        self._history.commit(self._save_every)
+        self.stopped = any(stops)
+        return not self.stopped and any(joins + failures)
 
-    def _survives(self, error: BaseException) -> bool:
-        """After the loss of a worker, go on with the others, and say so. Other errors are the caller's."""
+    def _recovers_from(self, error: BaseException) -> bool:
+        """Continue without the workers that were lost, and return True; False for any other error."""
         if not is_loss(self.session, error):
             return False
         logger.warning("after step %d: %s", self._history.newest.step, error)
@@ -199,93 +199,80 @@ class Run:
         return True
 
     def _recover(self) -> None:
-        """Meet, form the next generation, and go on from the newest round that all hold."""
+        """Form the next generation, and continue from the newest commit that all of its members hold."""
         for _ in range(ATTEMPTS):
-            self._leave()
-            members = self.world.meetings.meet(self._seat(), self._is_over)
-            if members is None:
-                self._depart() if self._leaving else self._follow_to_the_end()
+            self._leave_group()
+            membership = self.world.rendezvous.join(self._as_member(), self._is_over)
+            if membership is None:
+                self._leave_run() if self.leaving else self._end_with_others()
                 return
-            if self._forms(members):
+            if self._form_group(membership):
                 return
-        raise ElasticError(f"no group could be formed in {ATTEMPTS} meetings. Is the network between workers open?")
+        raise ElasticError(f"no group could be formed in {ATTEMPTS} attempts. Is the network between workers open?")
 
-    def _leave(self) -> None:
-        """Leave the group that there was. Where a collective failed, others may be under way still."""
-        self.world.watch.on_silence = None
-        levels = self.session._levels
-        clean = self._clean and levels.world.broken is None and not self.session._weight_sync.waiting
-        levels.abandon()
-        leave(0 if clean else self.world.timeout_s, levels)
-        self._clean = True
-
-    def _seat(self) -> Seat:
-        steps = tuple(snapshot.step for snapshot in self._history.snapshots)
-        return Seat(self.world.id, self.world.tag, self._history.generation, steps, self._history.in_memory)
-
-    def _depart(self) -> None:
-        """End the loop of this worker alone, with the last round that it holds."""
-        self._leave()
-        self._history.back()
-        self.stopped = True
-
-    def _is_leaving(self) -> bool:
-        self._leaving |= self.world.orphaned
-        return self._leaving
+    def _as_member(self) -> Member:
+        history = self._history
+        steps = tuple(each.step for each in history.snapshots)
+        return Member(self.world.id, self.world.tag, history.generation, steps, history.in_memory)
 
     def _is_over(self) -> bool:
-        if self._is_leaving():
-            return True
-        ended = self.world.ended()
-        return ended is not None and ended[1] >= self._total
+        ended = None if self.leaving else self.world.ended()
+        return self.leaving or (ended is not None and ended[1] >= self._total)
 
-    def _follow_to_the_end(self) -> None:
+    def _leave_group(self) -> None:
+        """Leave the current group, if there is one. After an error, collectives may still be in flight."""
+        self.world.monitor.on_death = None
+        idle = self._idle and self.session.error is None and not self.session.in_flight
+        group = self.session.group
+        self.session.abandon()
+        leave(0 if idle else self.world.timeout_s, group)
+        self._idle = True
+
+    def _leave_run(self) -> None:
+        """End the loop on this worker alone, with its newest snapshot."""
+        self._leave_group()
+        self._history.rewind()
+        self.stopped = True
+
+    def _end_with_others(self) -> None:
+        """End the loop, if the run ended with the step that this worker holds."""
         history = self._history
         if self.world.ended() != (history.generation, history.newest.step):
             raise EndedError(
-                f"the run has come to its end, step {self._total}, without worker {self.world.id!r}: the others hold "
-                "its result. For a run of its own, join with another run= or store."
+                f"the run ended at step {self._total} without worker {self.world.id!r}: the other workers hold its "
+                "result. For a run of its own, join with another run= or store."
             )
-        history.adopt(history.newest, history.generation)
+        history.resume(history.newest, history.generation)
         self._ended = True
 
-    def _forms(self, members: Members) -> bool:
-        """Form a group with the other members, and take the round that it goes on from."""
-        self._clean = False
+    def _form_group(self, membership: Membership) -> bool:
+        """Form the group of a membership; return whether all members could."""
+        self._idle = False
         try:
-            self._form(members, self.world.caller_off(members))
+            self._connect(membership)
         except ElasticError:
-            self.world.fail(members)
+            self.world.report_failure(membership)
             raise
         except RuntimeError as error:
-            logger.warning("meeting %d: %s", members.attempt, str(error).partition("\n")[0])
-            self.world.fail(members)
+            logger.warning("attempt %d: %s", membership.attempt, str(error).partition("\n")[0])
+            self.world.report_failure(membership)
             return False
-        self._clean = True
+        self._idle = True
         return True
 
-    def _form(self, members: Members, call_off: CallOff) -> None:
-        world = self.world
-        self._members = members
-        world.get_ready(members, call_off)
-        with called_off(world.store, call_off):
-            group = connect(world.store, f"{world.prefix_of(members)}/group", self.worker, self.workers)
-            self.session.regroup(group)
-            lengthen(group, world.timeout_s)
-            lengthen(self.session._levels.world.group, world.timeout_s)
-            self._adopt(members, group, call_off)
-        gather(group, [members.generation], call_off)
-        world.meetings.confirmed(members)
-        world.watch.look_for_seats(members.attempt + 1)
-        timeout = self.session._levels.world.timeout
-        world.watch.on_silence = None if timeout is None else timeout.give_up
-        logger.info("generation %d goes on after step %d: %s", members.generation, members.base, self.members)
-
-    def _adopt(self, members: Members, group: dist.ProcessGroup, call_off: CallOff) -> None:
-        """Go to the round that the members go on from: back, or to that of another."""
-        snapshot = hand_over(members, self.worker, self._history, group, self.world.timeout_s, call_off)
-        self._history.adopt(snapshot, members.generation, save=self._save_every is not None)
-        for p in self._model.parameters():
-            p.grad = None
-        self._weight_sync = 0  # counted alike by those who were there and those who come
-        self._agreed.forget()
+    def _connect(self, membership: Membership) -> None:
+        """Connect to the other members, and continue from the step that all of them agree on."""
+        world, self._membership = self.world, membership
+        check = partial(world.check_forming, membership)
+        world.barrier("ready", membership)
+        with world.store.cancelled_by(check):
+            group = connect(world.store, f"{membership.attempt}/group", self.worker, self.workers)
+            regroup(self.session, group, world.timeout_s)
+            snapshot = transfer(membership, self.worker, self._history, group, world.timeout_s, check)
+        self._history.resume(snapshot, membership.generation, save=self._save_every is not None)
+        self._commits.reset()
+        world.barrier("resumed", membership)
+        world.rendezvous.confirm(membership)
+        world.monitor.watch_for_joins(membership.attempt + 1)
+        world.monitor.on_death = self.session.cancel_wait
+        logger.info("generation %d continues after step %d: %s", self.generation, membership.base, self.members)

@@ -1,37 +1,19 @@
-"""One step of an elastic loop, and whether workers have agreed in it."""
+"""One step of an elastic loop, and the rule for which steps are committed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
 
-from laconic.session.session import Session
-
-
-class Loop(Protocol):
-    """What a step belongs to."""
-
-    @property
-    def worker(self) -> int:
-        """The index of this worker among those of now."""
-        ...
-
-    @property
-    def workers(self) -> int:
-        """How many workers there are now."""
-        ...
-
-    def _end_step(self, error: BaseException | None) -> bool: ...
+from laconic import Session
 
 
 class Step:
-    """One step of the loop; `number` counts from 1. A context manager: what its body lost by a fault is taken back."""
+    """One step of the loop; `number` counts from 1. A context manager: a step that loses a worker is undone."""
 
-    def __init__(self, run: Loop, number: int) -> None:
-        self._run = run
-        self.number = number
-        self.worker = run.worker
-        self.workers = run.workers
+    def __init__(self, number: int, worker: int, workers: int, end: Callable[[BaseException | None], bool]) -> None:
+        self.number, self.worker, self.workers = number, worker, workers
+        self._end = end
 
     def __enter__(self) -> Step:
         return self
@@ -39,29 +21,31 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        return self._run._end_step(error)
+        return self._end(error)
 
     def __repr__(self) -> str:
         return f"<Step {self.number}, worker {self.worker} of {self.workers}>"
 
 
-class Agreed:
-    """Tells after each step whether workers have agreed on something that has taken effect by now. The same on all."""
+class CommitClock:
+    """Decides after each step whether to commit it: every `every` synchronisations among all workers.
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._talked = False
+    The decision is the same on all workers. Fragments that are in flight must take effect first.
+    """
 
-    def forget(self) -> None:
-        """Begin anew, from a round that all share."""
-        self._talked = False
+    def __init__(self, session: Session, every: int = 1) -> None:
+        self._session, self._every = session, every
+        self.reset()
 
-    def after_step(self) -> bool:
-        """Whether the step that has just ended leaves all workers with a round to share."""
-        session, plan = self._session, self._session.plan
-        turns = plan.syncs_at(session.step, session._clock)
-        self._talked |= session._clock.since == session.step or any(plan.is_outermost(turn) for turn in turns)
-        if not self._talked or session._weight_sync.waiting:
+    def reset(self) -> None:
+        """Start counting again, from a step that all workers share."""
+        self._synced, self._count = False, 0
+
+    def is_due(self) -> bool:
+        """Return whether to commit the step that has just ended. Called once after each step."""
+        self._synced |= self._session.synced
+        if not self._synced or self._session.in_flight:
             return False
-        self._talked = False
-        return True
+        self._synced = False
+        self._count += 1
+        return self._count % self._every == 0

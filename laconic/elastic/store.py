@@ -1,76 +1,80 @@
-"""A torch store whose every call ends in bounded time.
+"""A torch store whose calls end in bounded time.
 
-A TCP store's client waits for ever for a host that has lost its power. Here calls are made by a thread, and whoever
-waits for one does so for a few seconds at most; from then on the store counts as lost, for every caller. torch itself
-may use it as the store of a process group: then its waits can be called off, too.
+The client of a TCP store waits forever for a host that has lost its power. `BoundedStore` makes its calls in threads,
+and waits a few seconds for each. After the first call without an answer, the store is lost for every caller. torch can
+use it as the store of a process group, whose waits for keys can then be cancelled.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Late
+from concurrent.futures import TimeoutError as NoAnswer
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
-from torch._C._distributed_c10d import Store, TCPStore
-
+from laconic.comm.timeout import run_in_thread
 from laconic.elastic.errors import StoreLostError
+from laconic.torch_private.elastic import Store
+
+CancelCheck: TypeAlias = Callable[[], None]
+"""Raises an error when a wait must end early."""
 
 POLL_S = 0.01
-LONGEST_S = 10.0
-"""How long a key is waited for that others write while they form a group."""
-_Call = tuple["Future[Any]", str, tuple[Any, ...]]
+WAIT_S = 60.0
+"""How long `get` waits for a key."""
+FORM_S = 10.0
+"""How long to wait at least for a key that another member writes while a group is formed."""
 
 
 class BoundedStore(Store):
-    """Passes calls on to another store; one that takes more than `limit_s`, or fails, is a `StoreLostError`."""
+    """Forwards calls to another store; a call that fails, or takes more than `limit_s`, raises `StoreLostError`.
 
-    def __init__(self, inner: Store, limit_s: float = 5.0) -> None:
+    `name` describes the store in that error.
+    """
+
+    def __init__(self, inner: Store, limit_s: float = 5.0, name: str = "the store") -> None:
         super().__init__()
-        self._limit_s = limit_s
-        self._wait_s = 60.0
-        self._where = f", {inner.host}:{inner.port}," if isinstance(inner, TCPStore) else ""
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._inner, self._limit_s, self._name = inner, limit_s, name
+        self._check_cancelled: CancelCheck | None = None
         self.lost: StoreLostError | None = None
-        self.call_off: Callable[[], None] | None = None
-        """Raises when a wait for keys has become pointless."""
-        threading.Thread(target=_serve, args=(inner, self._calls), name="laconic-store", daemon=True).start()
 
-    def close(self) -> None:
-        """End the thread."""
-        self._calls.put(None)
+    @contextmanager
+    def cancelled_by(self, check: CancelCheck) -> Iterator[None]:
+        """Let `check` end waits for keys inside this block."""
+        self._check_cancelled = check
+        try:
+            yield
+        finally:
+            self._check_cancelled = None
 
-    def _call(self, name: str, *args: Any) -> Any:
+    def _call(self, method: str, *args: Any) -> Any:
         if self.lost is not None:
             raise self.lost
-        answer: Future[Any] = Future()
-        self._calls.put((answer, name, args))
         try:
-            return self._answered(answer)
-        except Late:
+            return self._result(run_in_thread(lambda: getattr(self._inner, method)(*args)))
+        except NoAnswer:
             why = f"no answer for {self._limit_s:g} s"
         except StoreLostError:
             raise
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
         self.lost = StoreLostError(
-            f"the store through which workers find each other{self._where} is gone, or cut off from here: {why}.\n"
-            "  Without it nobody can tell who is still there, so training stops. Start the store's host again if it is "
-            "down, then the workers: with a folder, they go on from the last committed round."
+            f"{self._name} is down, or cannot be reached from here: {why}.\n"
+            "  Without it workers cannot find out who is alive, so training stops. Start the host of the store again "
+            "if it is down, then the workers: with a folder, they continue from the last committed step."
         )
         raise self.lost
 
-    def _answered(self, answer: Future[Any]) -> Any:
-        """Wait for an answer, but not longer than another caller has waited already in vain."""
+    def _result(self, answer: Future[Any]) -> Any:
+        """Wait for an answer until the limit, or until another caller has found the store lost."""
         until = time.monotonic() + self._limit_s
         while True:
             try:
                 return answer.result(min(0.2, self._limit_s))
-            except Late:
+            except NoAnswer:
                 if self.lost is not None:
                     raise self.lost from None
                 if time.monotonic() > until:
@@ -81,75 +85,39 @@ class BoundedStore(Store):
         self._call("set", key, value)
 
     def get(self, key: str) -> bytes:
-        """Read a key, waiting for it to be written."""
+        """Read a key, and wait until it is written."""
         self.wait([key])
-        value: bytes = self._call("get", key)
-        return value
+        return bytes(self._call("get", key))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return what it is then."""
-        value: int = self._call("add", key, amount)
-        return value
+        """Add to a counter, and return its new value."""
+        return int(self._call("add", key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell whether all keys have been written."""
-        found: bool = self._call("check", list(keys))
-        return found
+        """Return whether all keys are written."""
+        return bool(self._call("check", list(keys)))
 
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Read keys that have been written, in two calls for all of them; None if one has not."""
-        if not self.check(keys):
-            return None
-        values: list[bytes] = self._call("multi_get", list(keys))
-        return values
+        """Read several keys in two calls; None if one of them is not written."""
+        return list(self._call("multi_get", list(keys))) if self.check(keys) else None
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Write a key if it is as expected, and return what it is then."""
-        value: bytes = self._call("compare_set", key, expected, desired)
-        return value
-
-    def delete_key(self, key: str) -> bool:
-        """Remove a key."""
-        gone: bool = self._call("delete_key", key)
-        return gone
-
-    def num_keys(self) -> int:
-        """Count keys."""
-        count: int = self._call("num_keys")
-        return count
+        """Write a key if its value is `expected`, and return its value."""
+        return bytes(self._call("compare_set", key, expected, desired))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys have been written, or the wait is called off."""
-        limit_s = self._wait_s if timeout is None else timeout.total_seconds()
-        if self.call_off is not None:  # that says it sooner than gloo's timeout would, which is for one connection
-            limit_s = max(limit_s, LONGEST_S)
+        """Wait until all keys are written, or the wait is cancelled."""
+        limit_s = WAIT_S if timeout is None else timeout.total_seconds()
+        if self._check_cancelled is not None:  # gloo passes its timeout of one connection, which is too short here
+            limit_s = max(limit_s, FORM_S)
         until = time.monotonic() + limit_s
         while not self.check(keys):
-            if self.call_off is not None:
-                self.call_off()
+            if self._check_cancelled is not None:
+                self._check_cancelled()
             if time.monotonic() > until:
-                raise RuntimeError(f"nobody wrote {', '.join(keys)} within {limit_s:g} s.")
+                raise RuntimeError(f"no worker wrote {', '.join(keys)} within {limit_s:g} s.")
             time.sleep(POLL_S)
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long `wait` and `get` wait for a key."""
-        self._wait_s = timeout.total_seconds()
-
-    @property
-    def timeout(self) -> timedelta:
-        """How long `wait` and `get` wait for a key."""
-        return timedelta(seconds=self._wait_s)
-
     def has_extended_api(self) -> bool:
-        """Say no: only what is above is passed on."""
+        """Return False: torch must use only the calls above."""
         return False
-
-
-def _serve(inner: Store, calls: queue.SimpleQueue[_Call | None]) -> None:
-    while (item := calls.get()) is not None:
-        answer, name, args = item
-        try:
-            answer.set_result(getattr(inner, name)(*args))
-        except BaseException as error:
-            answer.set_exception(error)
-        del item, answer, args

@@ -1,4 +1,4 @@
-"""torchft under laconic: its lighthouse says who takes part, its manager which rounds count.
+"""Run laconic under torchft: its lighthouse decides who takes part, its manager which steps are committed.
 
     import torchft
     from laconic.integrations import torchft as ft
@@ -12,8 +12,8 @@
                 optimizer.step()
                 optimizer.zero_grad()
 
-Before each round there is a quorum, and after it a vote. Who comes in is handed the state of one of the others over the
-group itself, as tensors and JSON: torchft's own way of doing it reads pickled objects, and is not used.
+There is a quorum before each synchronisation, and a vote after it. A replica that joins receives the state of another
+over the group, as bytes and JSON. torchft's own transport, which reads pickled objects, is not used.
 """
 
 from __future__ import annotations
@@ -27,49 +27,48 @@ from typing import Any
 import torch.distributed as dist
 import torchft
 from torch import nn
-from torch._C._distributed_c10d import Store
 from torch.optim import Optimizer
 
-from laconic.elastic.group import CallOff, connect, gather, leave, lengthen
-from laconic.elastic.handing import hand_over
+from laconic import Session
+from laconic.elastic.group import connect, leave, regroup
 from laconic.elastic.history import History
-from laconic.elastic.members import Members, Seat
 from laconic.elastic.parts import is_loss, parts_of
+from laconic.elastic.rendezvous import Member, Membership
 from laconic.elastic.snapshot import Committed, Stateful
-from laconic.elastic.step import Agreed, Step
-from laconic.elastic.store import BoundedStore
-from laconic.session.session import Session
+from laconic.elastic.state_transfer import transfer
+from laconic.elastic.step import CommitClock, Step
+from laconic.elastic.store import BoundedStore, CancelCheck
+from laconic.torch_private.elastic import Store
 
 logger = logging.getLogger("laconic.torchft")
 
 ATTEMPTS = 100
-"""Quorums that lead to no group, one right after the other, before it is given up."""
+"""How many quorums may fail to form a group, one after the other, before the run ends."""
 
 
 class Group(torchft.ProcessGroupGloo):  # type: ignore[misc]
-    """torchft's gloo group, as an ordinary one: with each quorum it is torch's world, until the next.
+    """torchft's gloo group as torch's default process group, made anew when a quorum changes the replicas.
 
     So a replica is one process, which does not call `init_process_group` itself.
     """
 
-    clean = True
-    """Whether nothing is under way in it. After a fault there may be, and nobody can wait for its end."""
+    idle = True
+    """Whether no collective is in flight. After an error there may be one that never ends."""
     _pg: dist.ProcessGroup | None
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> dist.ProcessGroup:
-        self._bounded = BoundedStore(store)
+        self._store = BoundedStore(store)  # torch's own reference does not keep a Python store alive
         try:
-            return connect(self._bounded, "laconic", rank, world_size)
+            return connect(self._store, "laconic", rank, world_size)
         except RuntimeError:
             leave(self.timeout_s)
             raise
 
     def abort(self, errored: bool = True) -> None:
-        """Leave the world of the last quorum, without waiting for anybody."""
+        """Leave the group of the last quorum without waiting for other replicas."""
         if self._pg is not None:
-            leave(0 if self.clean and not errored else self.timeout_s, self._pg)
-            self._bounded.close()
-        self._pg, self.clean = None, True
+            leave(0 if self.idle and not errored else self.timeout_s, self._pg)
+        self._pg, self.idle = None, True
 
     @property
     def timeout_s(self) -> float:
@@ -79,9 +78,9 @@ class Group(torchft.ProcessGroupGloo):  # type: ignore[misc]
 
 
 class Run:
-    """A replica's part in a run under torchft. The manager must be made with a `Group`, and `use_async_quorum=False`.
+    """A replica's part in a run under torchft. Make the manager with a `Group`, and `use_async_quorum=False`.
 
-    `also` are other things with a state that belongs to a step. `on_commit` is called with each round that counts.
+    `also` are other objects whose state belongs to a step. `on_commit` is called once with each commit.
     """
 
     def __init__(
@@ -97,44 +96,44 @@ class Run:
         if not isinstance(manager._pg, Group) or manager._use_async_quorum:
             raise ValueError(
                 f"Run(manager={type(manager).__name__}(pg={type(manager._pg).__name__}, "
-                f"use_async_quorum={manager._use_async_quorum})): the workers of a round must be known when it begins, "
-                "as an ordinary group. Make it with torchft.Manager(pg=ft.Group(), use_async_quorum=False, ...)."
+                f"use_async_quorum={manager._use_async_quorum})): the replicas must be known before a synchronisation "
+                "begins. Make it with torchft.Manager(pg=ft.Group(), use_async_quorum=False, ...)."
             )
         if dist.is_initialized():
             raise RuntimeError(
-                "Run: torch.distributed is initialised already, and under torchft it is made anew with each quorum. "
+                "Run: torch.distributed is initialised already, and under torchft each quorum may make it anew. "
                 "Leave out init_process_group: a replica is one process."
             )
         self.manager, self.session = manager, session
         self._group: Group = manager._pg
-        self._model = model
-        self._history = History({**parts_of(session, model, optimizer, also), "torchft": manager}, None, on_commit)
-        self._agreed = Agreed(session)
-        self._world: dist.ProcessGroup | None = None
+        self._history = History({**parts_of(session, model, optimizer, also), "torchft": manager}, on_commit=on_commit)
+        self._commits = CommitClock(session)
+        self._joined: dist.ProcessGroup | None = None
+        """The group that the session uses; None if a new one must be formed."""
         self._total = 0
 
     @property
     def worker(self) -> int:
-        """The index of this replica among those of now. It can change with them."""
-        return self._ordinary.rank()
+        """The rank of this replica. It changes when replicas come or go."""
+        return self._current_group.rank()
 
     @property
     def workers(self) -> int:
-        """How many replicas there are now."""
-        return self._ordinary.size()
+        """The number of replicas."""
+        return self._current_group.size()
 
     @property
-    def _ordinary(self) -> dist.ProcessGroup:
+    def _current_group(self) -> dist.ProcessGroup:
         found: dist.ProcessGroup = self._group.parent
         return found
 
     def steps(self, total: int) -> Iterator[Step]:
-        """Go on to step `total`. Each step is to be entered, and to call the optimizer once."""
+        """Iterate over the steps up to `total`. Enter each step with `with`, and call the optimizer once in it."""
         self._total = total
         self._history.begin(self.session.step)
-        self._meet()
+        self._hold_quorum()
         while self.session.step < total:
-            yield Step(self, self.session.step + 1)
+            yield Step(self.session.step + 1, self.worker, self.workers, self._end_step)
 
     def __enter__(self) -> Run:
         return self
@@ -142,88 +141,90 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.session._levels.abandon()
+        self.session.abandon()
         self._group.abort(errored=False)
         self.session.detach()
 
     def _end_step(self, error: BaseException | None) -> bool:
-        """Let the round count, if it was one and all of it came through; else go back to the last that did."""
-        if error is not None and not is_loss(self.session, error):
-            return False
-        try:
-            if error is not None:
-                raise error
-            if self._completes_a_round():
-                self._vote()
-            return False
-        except RuntimeError as lost:
-            if not is_loss(self.session, lost):
-                raise
-            self._give_up(lost)
-            self._meet()
-            return True
+        """Vote on the step if it synchronised all replicas; if one was lost, go back to the last commit.
 
-    def _completes_a_round(self) -> bool:
-        """Whether all have agreed by this step. The last one is made to, whatever the schedule."""
+        Returns whether `error` was handled.
+        """
+        if error is not None:
+            return self._recovers_from(error)
+        try:
+            if self._commit_is_due():
+                self._vote()
+        except RuntimeError as lost:
+            if not self._recovers_from(lost):
+                raise
+        return False
+
+    def _recovers_from(self, error: BaseException) -> bool:
+        """Continue without the replicas that were lost, and return True; False for any other error."""
+        if not is_loss(self.session, error):
+            return False
+        self._report(error)
+        self._hold_quorum()
+        return True
+
+    def _commit_is_due(self) -> bool:
+        """Return whether all replicas have synchronised. The last step always synchronises them."""
         if self.session.step < self._total:
-            return self._agreed.after_step()
+            return self._commits.is_due()
         self.session.average_weights()
         return True
 
     def _vote(self) -> None:
         if self.manager.should_commit():
-            self._history.keep(self.session.step, tuple(map(str, range(self.workers))))
-            self._history.settle()
+            self._history.take(self.session.step, tuple(map(str, range(self.workers))))
+            self._history.commit()
         else:  # too few replicas
-            self._world = None
-        if self._world is None or self.session.step < self._total:
-            self._meet()
+            self._joined = None
+        if self._joined is None or self.session.step < self._total:
+            self._hold_quorum()
 
-    def _give_up(self, error: Exception) -> None:
-        """Tell the manager, which votes against the round: the next quorum makes a new group."""
+    def _report(self, error: BaseException) -> None:
+        """Report an error to the manager, which votes against the step. The next quorum forms a new group."""
         logger.warning("after step %d: %s", self._history.newest.step, error)
         self.manager.report_error(error)
         self.manager.should_commit()
-        self._world, self._group.clean = None, False
+        self._joined, self._group.idle = None, False
 
-    def _meet(self) -> None:
-        """Hold a quorum, until one has a group to go on with."""
+    def _hold_quorum(self) -> None:
+        """Hold quorums until one has a group to continue in."""
         for _ in range(ATTEMPTS):
             self.manager.start_quorum(allow_heal=False)
             failed: Any = self.manager.errored()
             try:
                 if failed is not None:
                     raise RuntimeError(f"no group was formed ({failed.original_exception})")
-                if self._world is not self._ordinary:
-                    self._take_part(self._ordinary)
+                if self._joined is not self._current_group:
+                    self._join(self._current_group)
                 return
             except RuntimeError as error:
-                self._give_up(error)
+                self._report(error)
         raise RuntimeError(f"no group could be formed in {ATTEMPTS} quorums. Is the network between replicas open?")
 
-    def _take_part(self, group: dist.ProcessGroup) -> None:
-        """Go on in another group, from the newest round that one of it holds."""
-        timeout_s, call_off = self._group.timeout_s, _deadline(self._group.timeout_s)
-        self.session.regroup(group)
-        lengthen(group, timeout_s)
-        lengthen(self.session._levels.world.group, timeout_s)
-        held = gather(group, [self.manager.current_step(), self._history.newest.step], call_off)
-        seats = (Seat(str(worker), "", rounds, (step,)) for worker, (rounds, step) in enumerate(held))
-        members = Members(0, 0, tuple(seats))
-        snapshot = hand_over(members, self.worker, self._history, group, timeout_s, call_off)
-        self._history.adopt(snapshot, generation=1)
-        self._agreed.forget()
-        for p in self._model.parameters():
-            p.grad = None
-        self._world = group
-        logger.info("%d replicas go on after step %d", self.workers, members.base)
+    def _join(self, group: dist.ProcessGroup) -> None:
+        """Continue in another group, from the newest commit that one of its replicas holds."""
+        timeout_s = self._group.timeout_s
+        regroup(self.session, group, timeout_s)
+        held = self.session.gather([self.manager.current_step(), self._history.newest.step])
+        members = (Member(str(rank), "", commits, (step,)) for rank, (commits, step) in enumerate(held))
+        membership = Membership(0, 0, tuple(members))
+        snapshot = transfer(membership, self.worker, self._history, group, timeout_s, _deadline(timeout_s))
+        self._history.resume(snapshot, generation=1)
+        self._commits.reset()
+        self._joined = group
+        logger.info("%d replicas continue after step %d", self.workers, membership.base)
 
 
-def _deadline(seconds: float) -> CallOff:
+def _deadline(seconds: float) -> CancelCheck:
     until = time.monotonic() + seconds
 
-    def call_off() -> None:
+    def check() -> None:
         if time.monotonic() > until:
             raise RuntimeError(f"a replica did not answer for {seconds:g} s while the group was formed")
 
-    return call_off
+    return check

@@ -1,4 +1,4 @@
-"""Real workers of which one is lost on purpose: what the others have to say about it."""
+"""Worker processes of which one is lost on purpose; the results of the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run_survivors(
 ) -> dict[int, Any]:
     """Run `job(worker, *args)` in `workers` processes, and return what all but `lost` returned.
 
-    The job itself loses that worker, with `die` or `stand_still`; whatever is left of it is killed in the end.
+    The job itself loses that worker, with `die` or `stand_still`. A stopped worker is killed at the end.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], {}
@@ -35,7 +35,7 @@ def run_survivors(
             results = {}
             for worker, pipe in pipes.items():
                 if worker != lost:
-                    assert pipe.poll(max(0.0, until - time.monotonic())), f"worker {worker} says nothing"
+                    assert pipe.poll(max(0.0, until - time.monotonic())), f"worker {worker} returned nothing"
                     ok, value = pickle.loads(pipe.recv_bytes())  # noqa: S301 - our own child's
                     assert ok, value
                     results[worker] = value
@@ -47,11 +47,11 @@ def run_survivors(
 
 
 def die() -> None:
-    """End this process as a crash would."""
+    """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stand_still() -> None:
-    """Stop this process; nobody is told."""
+    """Stop this process with SIGSTOP."""
     os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(60)  # the signal may come to another thread first
+    time.sleep(60)  # another thread may receive the signal first

@@ -1,30 +1,19 @@
-"""Addresses: the one that gloo takes is the one that we take."""
+"""Addresses of this machine."""
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
-from laconic import addresses
-from laconic.elastic.addresses import can_bind, gloos_address
-
-
-def test_the_interface_that_gloo_is_told_to_take():
-    assert gloos_address({"GLOO_SOCKET_IFNAME": "lo"}) == "127.0.0.1"
-    assert gloos_address({"GLOO_SOCKET_IFNAME": "lo,none7"}) == "127.0.0.1"
-    assert gloos_address({"GLOO_SOCKET_IFNAME": "none7"}) is None
+from laconic.elastic.addresses import Interface, can_bind, interfaces, own_address
 
 
 @pytest.mark.parametrize(
-    ("leads_to", "right"),
-    [(["203.0.113.9", "127.0.0.1"], "127.0.0.1"), (["203.0.113.9"], "127.0.0.1"), ([], "127.0.0.1")],
+    ("resolved", "expected"),
+    [(["203.0.113.9", "127.0.0.1"], "127.0.0.1"), (["203.0.113.9"], None), ([], None)],
 )
-def test_else_where_the_name_of_the_host_leads(monkeypatch, leads_to, right):
-    monkeypatch.setattr(addresses, "resolve", lambda name: leads_to if name == socket.gethostname() else [])
-    assert gloos_address({}) == right
+def test_the_first_address_of_a_host_name_that_belongs_to_this_machine(resolved, expected):
+    assert own_address("node7", {"node7": resolved}.__getitem__, can_bind) == expected
 
 
-def test_here_it_can_be_bound():
-    address = gloos_address({})
-    assert address is not None and can_bind(address)
+def test_the_loopback_interface_is_found():
+    assert Interface("lo", "127.0.0.1") in interfaces()

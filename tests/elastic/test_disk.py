@@ -1,4 +1,4 @@
-"""What an elastic worker saves, what it takes from a disk, and how it leaves; models that it cannot run."""
+"""What an elastic worker saves and reads, how it leaves, and which models it refuses."""
 
 from __future__ import annotations
 
@@ -13,62 +13,62 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic import elastic
-from laconic.elastic.history import Shelf
+from laconic.elastic.history import SnapshotStore
 from laconic.elastic.snapshot import Committed, Snapshot
 from tests.workers import run_workers
 
 
-def snapshot(step, owes=0.0, by=None):
-    return Snapshot(step, {"talk": {"residual": {"w": torch.tensor(owes)}, "step": step}}, by)
+def snapshot(step, residual=0.0, by=None):
+    return Snapshot(step, {"session": {"residual": {"w": torch.tensor(residual)}, "step": step}}, by)
 
 
-def put(folder, id, generation, *steps, last=False):
-    shelf = Shelf(folder, id)
-    shelf.put([snapshot(step, owes=float(id)) for step in steps], generation, wait=True)
+def save(folder, id, generation, *steps, last=False):
+    store = SnapshotStore(folder, id)
+    store.save([snapshot(step, residual=float(id)) for step in steps], generation, wait=True)
     if last:
-        shelf.mark_last(generation)
+        store.mark_last(generation)
 
 
 def newest(folder, id):
-    generation, snapshots, last = Shelf(folder, id).newest(2)
+    generation, snapshots, last = SnapshotStore(folder, id).newest(2)
     return generation, [each.step for each in snapshots], last
 
 
-def test_a_worker_takes_its_own_before_anothers(tmp_path):
+def test_a_worker_reads_its_own_snapshots_first(tmp_path):
     assert newest(tmp_path, "1") == (0, [], True)
-    put(tmp_path, "1", 3, 10, 11, last=True)
-    put(tmp_path, "2", 3, 11, 12, last=True)
+    save(tmp_path, "1", 3, 10, 11, last=True)
+    save(tmp_path, "2", 3, 11, 12, last=True)
     assert newest(tmp_path, "1") == (3, [10, 11], True)
-    assert "residual" in Shelf(tmp_path, "1").newest(2)[1][0].parts["session"]
+    assert "residual" in SnapshotStore(tmp_path, "1").newest(2)[1][0].parts["session"]
 
 
-def test_anothers_that_is_newer_counts_more_but_not_what_it_owes(tmp_path):
-    put(tmp_path, "1", 3, 10)  # killed
-    put(tmp_path, "2", 3, 12, 13, last=True)
+def test_newer_snapshots_of_another_worker_are_read_without_its_residuals(tmp_path):
+    save(tmp_path, "1", 3, 10)  # killed
+    save(tmp_path, "2", 3, 12, 13, last=True)
     assert newest(tmp_path, "1") == newest(tmp_path, "7") == (3, [12, 13], True)
-    put(tmp_path, "3", 4, 13)
+    save(tmp_path, "3", 4, 13)
     assert newest(tmp_path, "1") == (4, [13], False)
-    assert Shelf(tmp_path, "1").newest(2)[1][0].parts["session"].keys() == {"step"}
+    assert SnapshotStore(tmp_path, "1").newest(2)[1][0].parts["session"].keys() == {"step"}
 
 
-def test_a_generation_that_is_damaged_is_passed_over(tmp_path):
-    put(tmp_path, "1", 3, 10, last=True)
-    put(tmp_path, "2", 4, 12, last=True)
+def test_a_damaged_generation_is_skipped(tmp_path):
+    save(tmp_path, "1", 3, 10, last=True)
+    save(tmp_path, "2", 4, 12, last=True)
     for path in (tmp_path / "worker-2").rglob("*.safetensors"):
         path.write_bytes(b"?")
     assert newest(tmp_path, "2") == (3, [10], True)
 
 
-def test_what_was_left_with_is_of_one_generation_only(tmp_path):
-    put(tmp_path, "1", 3, 10, last=True)
-    put(tmp_path, "1", 4, 12)
+def test_the_mark_of_the_last_snapshots_belongs_to_one_generation(tmp_path):
+    save(tmp_path, "1", 3, 10, last=True)
+    save(tmp_path, "1", 4, 12)
     assert newest(tmp_path, "1") == (4, [12], False)
 
 
-def test_whose_round_it_was_is_saved_too(tmp_path):
+def test_the_workers_of_a_commit_are_saved(tmp_path):
     by = Committed(9, 10, ("0", "1"))
-    Shelf(tmp_path, "1").put([snapshot(10, by=by)], 3, wait=True)
-    assert Shelf(tmp_path, "1").newest(1)[1][0].by == by
+    SnapshotStore(tmp_path, "1").save([snapshot(10, by=by)], 3, wait=True)
+    assert SnapshotStore(tmp_path, "1").newest(1)[1][0].by == by
 
 
 def _leave_and_come_back(worker: int, folder: str) -> None:
@@ -88,11 +88,11 @@ def _leave_and_come_back(worker: int, folder: str) -> None:
                     model(torch.full((2, 4), float(step.number))).square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
-            ends.append((session.step, run.stopped))
-    assert ends == [(6, True), (10, False)]
+            ends.append((session.step, run.stopped, run.leaving))
+    assert ends == [(6, True, True), (10, False, False)]
 
 
-def test_a_worker_leaves_with_its_last_round_and_comes_back_to_it(tmp_path):
+def test_a_worker_leaves_with_its_last_commit_and_continues_from_it(tmp_path):
     run_workers(_leave_and_come_back, 1, (str(tmp_path / "saved"),), group=False)
 
 
@@ -119,7 +119,7 @@ def test_torchrun_names_the_run_and_the_worker(monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "job-7", "LOCAL_RANK": "2", "RANK": "5"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("socket.gethostname", lambda: "_node a.example")
-    parents = [77]  # the tests' own may be gone
+    parents = [77]  # the parent of the test process may be gone
     monkeypatch.setattr("os.getppid", lambda: parents[-1])
     world = elastic.join(HashStore())
     assert repr(world) == "<World 'job-7' as worker 'node-a.example-77-2'>"

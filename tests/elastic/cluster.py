@@ -1,7 +1,7 @@
-"""Workers that can be killed, stopped and started again, and the replay that tells what they should have computed.
+"""Worker processes that tests kill, stop and start again, and the replay that computes what they should have trained.
 
-Gradients are whole numbers that any number of workers up to six divides: their mean is exact in float64 in whatever
-order it is summed, so the replay of the committed rounds must give the same bits.
+Gradients are whole numbers that are divisible by any number of workers up to six: their mean is exact in float64 in
+any order of summation, so the replay of the commits must give the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +43,25 @@ class Job:
     plan: str = "ddp()"
     least: int = 2
     expect: int = 4
-    timeout_s: float = 3.0
-    silence_s: float = 1.0
+    timeout_s: float = 2.0
+    silence_s: float = 0.8
     wait_s: float = 20.0
     step_s: float = 0.0
     faults: tuple[int, ...] = ()
-    """Steps in which one of the workers kills itself, the first time that they come to it."""
+    """Steps in which one of the workers kills itself, the first time that it comes to them."""
     folder: str | None = None
     save_every: int | None = None
     stop_at: int | None = None
+    leave_at: int | None = None
     momentum: float = 0.5
     host: str | None = None
-    """The network namespace that this worker is in."""
+    """The network namespace of this worker."""
     store: tuple[str | None, str] = (None, "127.0.0.1")
     """The network namespace and the address of the store."""
 
     @property
     def end(self) -> Path:
-        """A file that lets all stop, once it is there."""
+        """A file that makes all workers stop, once it exists."""
         return Path(self.logs) / "end"
 
 
@@ -78,7 +78,7 @@ class Line(nn.Module):
 
 
 def gradient(step: int, worker: int, workers: int) -> Tensor:
-    """Make the data of a step, other for each step, worker and number of workers."""
+    """Make the data of a step, different for each step, worker and number of workers."""
     at = torch.arange(SIDE * SIDE + SIDE, dtype=torch.int64)
     mixed = (step * 1009 + worker * 7919 + workers * 104729 + at * 31) % 997
     return ((mixed - 498) * DIVISIBLE).double()
@@ -88,25 +88,25 @@ def optimizer_of(model: nn.Module, momentum: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=2**-10, momentum=momentum)
 
 
-def replay(rounds: list[tuple[int, int, list[str]]], momentum: float = 0.5) -> Tensor:
-    """Compute, without faults and in this process, what the committed rounds lead to.
+def replay(commits: list[tuple[int, int, list[str]]], momentum: float = 0.5) -> Tensor:
+    """Compute in this process, without faults, the weights that the commits lead to.
 
-    A round of one step averages gradients. One of several averages weights, after steps without momentum.
+    A commit of one step averages gradients. A commit of several steps averages weights, after steps without momentum.
     """
     model = Line(1.0)
     optimizer = optimizer_of(model, momentum)
-    for since, step, workers in rounds:
+    for since, step, workers in commits:
         assert step == since + 1 or momentum == 0
         n = len(workers)
-        due = [gradient(number, worker, n) for number in range(since + 1, step + 1) for worker in range(n)]
-        mean = torch.stack(due).sum(0) / n
+        gradients = [gradient(number, worker, n) for number in range(since + 1, step + 1) for worker in range(n)]
+        mean = torch.stack(gradients).sum(0) / n
         model.w.grad, model.b.grad = mean[: SIDE * SIDE].view(SIDE, SIDE), mean[SIDE * SIDE :]
         optimizer.step()
     return model.flat().detach()
 
 
 def work(job: Job) -> None:
-    """Run a worker process to its end, which is written to its log."""
+    """Run a worker process to its end, and write a log of what it does."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -115,25 +115,25 @@ def work(job: Job) -> None:
     os.environ["TMPDIR"], tempfile.tempdir = job.logs + "/tmp", None
     path = Path(job.logs) / f"{job.id}-{os.getpid()}.jsonl"
     logging.basicConfig(filename=path.with_suffix(".log"), level=logging.INFO, format="%(asctime)s %(message)s")
-    to_its_end(path, lambda say: train(job, say))
-
-
-def to_its_end(path: Path, job: Callable[[Any], None]) -> None:
-    """Run a job, which may say things, and end the process; what was said, and its error, are in the log."""
-    with path.open("a", buffering=1) as log:
-
-        def say(**what: Any) -> None:
-            log.write(json.dumps({**what, "at": time.time()}) + "\n")
-
-        try:
-            job(say)
-        except BaseException as error:
-            say(error=type(error).__name__, text=str(error), trace=traceback.format_exc())
-            os._exit(1)
+    with path.open("a", buffering=1) as file:
+        write_log(file, lambda log: train(job, log))
     os._exit(0)
 
 
-def train(job: Job, say: Any) -> None:
+def write_log(file: Any, job: Callable[[Any], None], **always: Any) -> None:
+    """Run a job that logs JSON lines, and log its error. The process ends if there is one."""
+
+    def log(**what: Any) -> None:
+        file.write(json.dumps({**what, **always, "at": time.time()}) + "\n")
+
+    try:
+        job(log)
+    except BaseException as error:
+        log(error=type(error).__name__, text=str(error), trace=traceback.format_exc())
+        os._exit(1)
+
+
+def train(job: Job, log: Any) -> None:
     world = elastic.join(
         f"{job.store[1]}:{job.port}",
         id=job.id,
@@ -142,16 +142,16 @@ def train(job: Job, say: Any) -> None:
         silence_s=job.silence_s,
         wait_s=job.wait_s,
     )
-    model = Line(1.0 if job.id == "0" else float(os.getpid()))  # the others take over what the first has
+    model = Line(1.0 if job.id == "0" else float(os.getpid()))  # the others receive the weights of the first
     optimizer = optimizer_of(model, job.momentum)
     session = laconic.attach(laconic.plan(job.plan), model, optimizer, timeout_s=job.timeout_s)
 
-    def committed(done: elastic.Committed) -> None:
-        say(commit=[done.since, done.step, list(done.workers)])
-        die(done.step, phase=2)
+    def committed(commit: elastic.Committed) -> None:
+        log(commit=[commit.since, commit.step, list(commit.workers)])
+        die(commit.step, phase=2)
 
     def die(number: int, phase: int) -> None:
-        """Kill the process, if it is its turn: before a step's gradient, after its mean, or when it is committed."""
+        """Kill this process if a fault is due: before the gradient of a step, after its mean, or at its commit."""
         if number in job.faults and number % 3 == phase and run.worker == number % run.workers:
             with contextlib.suppress(FileExistsError):
                 (Path(job.logs) / f"fault-{number}").touch(exist_ok=False)
@@ -163,18 +163,20 @@ def train(job: Job, say: Any) -> None:
     ) as run:
         for step in run.steps(job.total):
             with step:
-                say(tried=[run._history.generation, step.number])
+                log(tried=[run.generation, step.number])
                 die(step.number, phase=0)
                 if step.number == job.stop_at or job.end.exists():
                     run.stop()
+                if step.number == job.leave_at:
+                    run.leave()
                 (model.flat() * gradient(step.number, step.worker, step.workers)).sum().backward()
                 time.sleep(job.step_s)
                 optimizer.step()
                 optimizer.zero_grad()
-        say(final=model.flat().tolist(), step=session.step, members=list(run.members), stopped=run.stopped)
+        log(final=model.flat().tolist(), step=session.step, members=list(run.members), stopped=run.stopped)
 
 
-def hold_store(pipe: Any, host: str | None, address: str) -> None:
+def host_store(pipe: Any, host: str | None, address: str) -> None:
     """Host the store, in a process that can be killed."""
     if host is not None:
         move_to(host)
@@ -184,47 +186,27 @@ def hold_store(pipe: Any, host: str | None, address: str) -> None:
         signal.pause()
 
 
-def held() -> tuple[set[str], set[str]]:
-    """List the processes that tests have started and that are there, and on which sockets they or this one listen."""
-    server = str(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
-    started, sockets, listening = set(), set(), set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # one that has just ended
-            if stat.read_text().rpartition(")")[2].split()[1] == server:
-                started.add(stat.parent.name)
-    for process in (str(os.getpid()), server, *started):
-        for link in Path(f"/proc/{process}/fd").glob("*"):
-            with contextlib.suppress(OSError):
-                sockets.add(os.readlink(link))
-    for table in ("tcp", "tcp6"):
-        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = row.split()
-            if fields[3] == "0A":
-                listening.add(f"socket:[{fields[9]}]")
-    return started, sockets & listening
-
-
 @dataclass
-class Crowd:
-    """The worker processes of a test. A context manager: none is left behind."""
+class Cluster:
+    """The worker processes of a test. A context manager: it ends all of them."""
 
     job: Job
     running: dict[str, Any] = field(default_factory=dict)
-    everyone: list[Any] = field(default_factory=list)
+    started: list[Any] = field(default_factory=list)
     stopped: set[str] = field(default_factory=set)
 
-    def __enter__(self) -> Crowd:
+    def __enter__(self) -> Cluster:
         here, there = _context.Pipe(duplex=False)
-        self.host = _context.Process(target=hold_store, args=(there, *self.job.store))
+        self.host = _context.Process(target=host_store, args=(there, *self.job.store))
         self.host.start()
         there.close()
-        assert here.poll(60), "the store's host did not come up"
+        assert here.poll(60), "the store did not start"
         self.job = replace(self.job, port=here.recv())
         here.close()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in [*self.everyone, self.host]:
+        for process in [*self.started, self.host]:
             if process.is_alive():
                 process.kill()
             process.join()
@@ -236,7 +218,7 @@ class Crowd:
             process = _context.Process(target=work, args=(replace(self.job, id=id, **changes),))
             process.start()
             self.running[id] = process
-            self.everyone.append(process)
+            self.started.append(process)
 
     def send(self, id: str, number: signal.Signals) -> None:
         """Send a signal to a worker."""
@@ -245,7 +227,7 @@ class Crowd:
             (self.stopped.add if number == signal.SIGSTOP else self.stopped.discard)(id)
 
     def wait(self, timeout_s: float, *ids: str) -> None:
-        """Wait for workers to end, by default all that run."""
+        """Wait until workers have ended, by default all."""
         until = time.monotonic() + timeout_s
         for id in ids or self.running:
             self.running[id].join(max(0.0, until - time.monotonic()))
@@ -253,44 +235,42 @@ class Crowd:
 
     def wait_for_step(self, step: int, timeout_s: float = 60) -> None:
         """Wait until a step is committed."""
-        until = time.monotonic() + timeout_s
-        while self.newest() < step:
-            assert time.monotonic() < until, f"step {step} was not committed in {timeout_s} s\n{self.tail()}"
-            time.sleep(0.02)
+        self._wait_until(lambda: self.newest() >= step, timeout_s, f"step {step} was not committed")
 
     def wait_for_members(self, *ids: str, timeout_s: float = 60) -> None:
-        """Wait until a round of exactly these workers is committed."""
+        """Wait until exactly these workers have committed a step."""
+        self._wait_until(lambda: self.members() == list(ids), timeout_s, f"{ids} did not form a group")
+
+    def _wait_until(self, condition: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
         until = time.monotonic() + timeout_s
-        while self.members() != list(ids):
-            assert time.monotonic() < until, f"{ids} did not come together in {timeout_s} s\n{self.tail()}"
+        while not condition():
+            assert time.monotonic() < until, f"{otherwise} in {timeout_s} s\n{self.tail()}"
             time.sleep(0.02)
 
     def end(self, timeout_s: float = 60) -> None:
-        """Let all stop, after the next round, and wait for it."""
+        """Make all workers stop after the next commit, and wait for them."""
         self.job.end.touch()
         self.wait(timeout_s)
 
     def lines(self) -> list[dict[str, Any]]:
-        """Read all that the workers have written."""
+        """Read the logs of all workers."""
         found = []
         for path in sorted(Path(self.job.logs).glob("*.jsonl")):
             for line in path.read_text().splitlines():
-                try:
+                with contextlib.suppress(json.JSONDecodeError):  # the last line of a killed process
                     found.append({"id": path.stem.split("-")[0], **json.loads(line)})
-                except json.JSONDecodeError:  # a killed process's last line
-                    continue
         return found
 
     def newest(self) -> int:
-        """Find the newest committed step, from the last lines alone."""
+        """Return the newest committed step, from the last lines alone."""
         return max((step for step, _ in self._last_commits()), default=0)
 
     def members(self) -> list[str]:
-        """Tell who took part in the newest committed round. The first of them hands its state to those who join."""
+        """Return the workers of the newest commit. The first of them sends its state to workers that join."""
         return max(self._last_commits(), default=(0, []))[1]
 
     def holders(self) -> list[str]:
-        """List the workers that run, and whose process of now has the newest committed round in its memory."""
+        """Return the running workers that hold the newest commit in memory."""
         newest = self.newest()
         awake = [id for id, process in self.running.items() if process.exitcode is None and id not in self.stopped]
         return [
@@ -310,15 +290,15 @@ class Crowd:
         return found
 
     def commits(self) -> list[tuple[int, int, list[str]]]:
-        """List the committed rounds, each of which every worker must tell of alike."""
-        rounds: dict[int, tuple[int, int, list[str]]] = {}
+        """Return the commits in their order. All workers must report the same ones."""
+        found: dict[int, tuple[int, int, list[str]]] = {}
         for line in self.lines():
             if "commit" in line:
                 since, step, workers = line["commit"]
-                assert rounds.setdefault(step, (since, step, workers)) == (since, step, workers)
-        in_order = [rounds[step] for step in sorted(rounds)]
+                assert found.setdefault(step, (since, step, workers)) == (since, step, workers)
+        in_order = [found[step] for step in sorted(found)]
         ends = [0, *(step for _, step, _ in in_order)]
-        assert [since for since, _, _ in in_order] == ends[:-1], "every committed round begins where the last one ended"
+        assert [since for since, _, _ in in_order] == ends[:-1], "every commit begins where the last one ended"
         return in_order
 
     def finals(self) -> dict[str, dict[str, Any]]:
@@ -327,7 +307,17 @@ class Crowd:
     def errors(self) -> dict[str, dict[str, Any]]:
         return {line["id"]: line for line in self.lines() if "error" in line}
 
+    def check_finals(self, *ids: str, momentum: float = 0.5) -> None:
+        """Compare the final weights of workers with the replay of the commits."""
+        finals, commits = self.finals(), self.commits()
+        expected = replay(commits, momentum)
+        assert set(ids) <= set(finals), self.tail()
+        for id in ids:
+            assert finals[id]["step"] == commits[-1][1]
+            assert torch.equal(torch.tensor(finals[id]["final"], dtype=torch.float64), expected), id
+
     def tail(self) -> str:
+        """Return the errors and the last lines of the logs, for a failed test."""
         logs = sorted(Path(self.job.logs).glob("*.log"), key=lambda path: path.stat().st_mtime)
         tails = (f"{path.name}:\n" + "\n".join(path.read_text().splitlines()[-12:]) for path in logs[-8:])
         return "\n".join([*(line["trace"] for line in self.errors().values()), *tails])
