@@ -1,9 +1,14 @@
-"""The options that `train` and `compare` share, each written down once."""
+"""The options of `train` and `compare`, each defined once."""
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from laconic.compare.settings import Settings
+
+DEFAULT = Settings(plan="ddp()")
 
 _GPT = "The model"
 _RUN = "The run"
@@ -21,7 +26,7 @@ StepsAtMost = Annotated[
         rich_help_panel=_STOP,
     ),
 ]
-Seconds = Annotated[float | None, typer.Option(help="Stop each run after so many seconds.", rich_help_panel=_STOP)]
+Seconds = Annotated[float | None, typer.Option(help="Stop each run after this many seconds.", rich_help_panel=_STOP)]
 UntilLoss = Annotated[
     float | None,
     typer.Option(
@@ -50,13 +55,13 @@ ScriptPath = Annotated[
     Path | None,
     typer.Option(
         "--script",
-        help="Run this script once a plan instead of the lab's training. It attaches laconic.plan_from_env() and "
+        help="Run this script once per plan instead of the lab's training. It attaches laconic.plan_from_env() and "
         "calls session.report(loss=...).",
         show_default=False,
     ),
 ]
 Report = Annotated[
-    Path | None, typer.Option("--report", help="Also write a page to read and to send.", rich_help_panel="Output")
+    Path | None, typer.Option("--report", help="Also write a report to this HTML file.", rich_help_panel="Output")
 ]
 Png = Annotated[
     Path | None, typer.Option("--png", help="Also write the figures to this file.", rich_help_panel="Output")
@@ -67,12 +72,12 @@ Fresh = Annotated[
 Steps = Annotated[int, typer.Option(help="Steps of the optimizer.", rich_help_panel=_RUN)]
 Model = Annotated[str, typer.Option(help="gpt, on text; or resnet, on digits.", rich_help_panel=_GPT)]
 Layers = Annotated[int, typer.Option(help="Blocks of the model.", rich_help_panel=_GPT)]
-Width = Annotated[int, typer.Option(help="Numbers, or channels, for each position.", rich_help_panel=_GPT)]
+Width = Annotated[int, typer.Option(help="Width of the embedding, or channels.", rich_help_panel=_GPT)]
 Heads = Annotated[int, typer.Option(help="Attention heads (gpt).", rich_help_panel=_GPT)]
-Context = Annotated[int, typer.Option(help="Bytes that the model sees at once (gpt).", rich_help_panel=_GPT)]
-Batch = Annotated[int, typer.Option(help="Sequences, or images, in a step on each worker.", rich_help_panel=_RUN)]
-Lr = Annotated[float, typer.Option(help="Learning rate of AdamW, after the ramp up.", rich_help_panel=_RUN)]
-Seed = Annotated[int, typer.Option(help="Decides the first weights and every batch.", rich_help_panel=_RUN)]
+Context = Annotated[int, typer.Option(help="Length of a sequence, in bytes (gpt).", rich_help_panel=_GPT)]
+Batch = Annotated[int, typer.Option(help="Sequences, or images, per step and worker.", rich_help_panel=_RUN)]
+Lr = Annotated[float, typer.Option(help="Learning rate of AdamW, after the warm-up.", rich_help_panel=_RUN)]
+Seed = Annotated[int, typer.Option(help="Seed of the initial weights and of the batches.", rich_help_panel=_RUN)]
 Data = Annotated[
     Path | None,
     typer.Option(
@@ -85,8 +90,14 @@ Json = Annotated[
     Path | None, typer.Option("--json", help="Also write the results to this file.", rich_help_panel="Output")
 ]
 Plain = Annotated[bool, typer.Option("--plain", help="Log lines even if this is a terminal.", rich_help_panel="Output")]
-Port = Annotated[int, typer.Option(help="Where workers meet. 0: any free port.", rich_help_panel=_RUN)]
+Port = Annotated[int, typer.Option(help="Port of the launcher. 0: any free port.", rich_help_panel=_RUN)]
 Oversubscribe = Annotated[
     bool,
     typer.Option("--oversubscribe", help="Allow more workers than the cores can serve.", rich_help_panel=_RUN),
 ]
+
+
+def lab_settings(command: typer.Context, **changes: Any) -> Settings:
+    """Make the settings of the lab from the options of a command, with changes."""
+    names = {field.name for field in fields(Settings)}
+    return Settings(**{name: value for name, value in command.params.items() if name in names} | changes)

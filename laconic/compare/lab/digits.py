@@ -1,7 +1,4 @@
-"""Scikit-learn's 1,797 handwritten digits of 8×8 pixels, for the ResNet.
-
-They come with scikit-learn itself, so nothing is downloaded; laconic asks for that package only here.
-"""
+"""The 1,797 handwritten digits of 8×8 pixels that come with scikit-learn, for the ResNet."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,19 +9,19 @@ from torch import Tensor
 from laconic.compare.lab.text import generator
 from laconic.compare.settings import LabError
 
-VALIDATION_EVERY = 8  # every eighth digit validates
+VALIDATION_EVERY = 8  # every eighth digit is for validation
 
 
 @dataclass(frozen=True)
 class Digits:
-    """Images [count, 1, 8, 8] from 0 to 1 and the digits that they show [count]."""
+    """Images [count, 1, 8, 8] with values from 0 to 1, and their labels [count]."""
 
     images: Tensor
     labels: Tensor
 
 
 def load() -> tuple[Digits, Digits]:
-    """Digits to train on and digits to validate on."""
+    """Load the digits for training and those for validation."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -38,12 +35,12 @@ def load() -> tuple[Digits, Digits]:
 
 
 def split(images: Tensor, labels: Tensor) -> tuple[Digits, Digits]:
-    """Deals every eighth digit into validation."""
-    validates = torch.arange(len(labels)) % VALIDATION_EVERY == 0
-    return Digits(images[~validates], labels[~validates]), Digits(images[validates], labels[validates])
+    """Split off every eighth digit for validation."""
+    held_out = torch.arange(len(labels)) % VALIDATION_EVERY == 0
+    return Digits(images[~held_out], labels[~held_out]), Digits(images[held_out], labels[held_out])
 
 
 def batch(source: Digits, size: int, seed: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """`size` random images and their labels; the same for the same (seed, worker, step)."""
+    """Random images and their labels; the same for the same `seed`, such as (seed, worker, step)."""
     rows = torch.randint(len(source.labels), (size,), generator=generator(seed))
     return source.images[rows], source.labels[rows]

@@ -1,8 +1,7 @@
-"""Text to train on: the source of the Python standard library, or the user's own files, as bytes.
+"""Text to train on, as bytes: the source of the Python standard library, which needs no download, or the user's files.
 
-Every Python brings its standard library, so there is nothing to download. Files are split between training
-and validation whole, never within a file, because neighbouring lines of one file say much about each other.
-The split follows from the files' names alone: it is the same on every worker and on every run.
+A file belongs to training or to validation as a whole, because neighbouring lines are alike. The names of the files
+decide the split, so it is the same on every worker and in every run.
 """
 
 import hashlib
@@ -17,14 +16,14 @@ from torch import Tensor
 
 from laconic.compare.settings import LabError
 
-MOST_BYTES = 8_000_000  # enough for the lab's models, and read in a moment
+MOST_BYTES = 8_000_000  # enough for the lab's models
 VALIDATION_SHARE = 0.1
 NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to train on and bytes to validate on, each [length] uint8, and the files that each came from."""
+    """Bytes for training and for validation, each [length] uint8, and the names of their files."""
 
     train: Tensor
     validation: Tensor
@@ -33,7 +32,7 @@ class Text:
 
 
 def load(data: Path | None, context: int) -> Text:
-    """The text at `data`, or Python's own standard library if that is None."""
+    """Load the text at `data`, or Python's standard library if that is None."""
     if data is None:
         root = Path(sysconfig.get_path("stdlib"))
         text = split_by_file(root, files_under(root, ".py", NOT_LIBRARY))
@@ -51,18 +50,16 @@ def load(data: Path | None, context: int) -> Text:
 
 
 def files_under(root: Path, ending: str = "", skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """The files below `root` whose names have that ending, leaving out hidden ones and the skipped folders."""
+    """The files below `root` with that ending, without hidden files and the skipped folders."""
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in skipped and not name.startswith(".")]
-        for name in names:
-            if name.endswith(ending) and not name.startswith("."):
-                yield Path(folder, name)
+        yield from (Path(folder, name) for name in names if name.endswith(ending) and not name.startswith("."))
 
 
 def split_by_file(root: Path, paths: Iterable[Path]) -> Text:
-    """Deals whole files into validation and training, in the order of a digest of their names.
+    """Split files between validation and training, in the order of a digest of their names.
 
-    The first tenth of the bytes in that order validates. Unreadable and binary files are left out.
+    The first tenth of the bytes is for validation. Unreadable and binary files are left out.
     """
     names = {path.relative_to(root).as_posix(): path for path in paths}
     contents: list[tuple[str, bytes]] = []
@@ -79,16 +76,16 @@ def split_by_file(root: Path, paths: Iterable[Path]) -> Text:
 
 
 def split_one_file(path: Path) -> Text:
-    """A single file cannot be split by file: its last tenth validates."""
+    """Use the last tenth of a single file for validation."""
     content = _read(path, MOST_BYTES)
     cut = len(content) - int(len(content) * VALIDATION_SHARE)
     return _text([(path.name, content[:cut])], [(path.name, content[cut:])])
 
 
 def batch(source: Tensor, size: int, context: int, seed: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Random stretches of `source`: inputs and the bytes that follow, each [size, context] int64.
+    """Random sequences of `source`: inputs and the bytes that follow, each [size, context] int64.
 
-    `seed` is any row of numbers; the lab gives (seed, worker, step), so workers differ and runs repeat.
+    `seed` is a sequence such as (seed, worker, step).
 
     >>> inputs, targets = batch(torch.arange(100, dtype=torch.uint8), size=2, context=3, seed=(0, 1, 2))
     >>> bool((targets == inputs + 1).all())
@@ -100,7 +97,7 @@ def batch(source: Tensor, size: int, context: int, seed: Sequence[int]) -> tuple
 
 
 def generator(seed: Sequence[int]) -> torch.Generator:
-    """A generator of its own for each row of numbers, such as (seed, worker, step)."""
+    """Make a generator for a sequence of numbers, such as (seed, worker, step)."""
     digest = _digest(" ".join(map(str, seed)))
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
@@ -119,7 +116,7 @@ def _read(path: Path, most: int) -> bytes:
 
 
 def _validation_count(sizes: Sequence[int]) -> int:
-    """How many of the first files reach the validation share, leaving at least one to train on."""
+    """The number of first files that reach the validation share; at least one file is left for training."""
     wanted = sum(sizes) * VALIDATION_SHARE
     count, reached = 0, 0
     while count < len(sizes) - 1 and reached < wanted:
@@ -129,12 +126,8 @@ def _validation_count(sizes: Sequence[int]) -> int:
 
 
 def _text(train: Sequence[tuple[str, bytes]], validation: Sequence[tuple[str, bytes]]) -> Text:
-    return Text(
-        train=_tensor(train),
-        validation=_tensor(validation),
-        train_files=tuple(name for name, _ in train),
-        validation_files=tuple(name for name, _ in validation),
-    )
+    names = [tuple(name for name, _ in part) for part in (train, validation)]
+    return Text(_tensor(train), _tensor(validation), *names)
 
 
 def _tensor(contents: Sequence[tuple[str, bytes]]) -> Tensor:

@@ -1,7 +1,7 @@
-"""The four figures: loss against time, loss against bytes, where the time went, bytes for each level.
+"""The four figures: loss against time, loss against bytes, parts of the time, bytes of each level.
 
-Each is drawn by matplotlib, small enough to be read on a phone. In the page, colours are variables of its style
-sheet, so one drawing serves light and dark; for that, everything is drawn in stand-in colours that are then replaced.
+Matplotlib draws them, in a size that is readable on a phone. In the page, colours are variables of its style sheet, for
+light and dark: the figures are drawn in placeholder colours, which are then replaced.
 """
 
 import io
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from laconic.compare.lab.training import Outcome
+from laconic.compare.records import Outcome
 from laconic.compare.units import duration, human_bytes
 
 if TYPE_CHECKING:
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-PART_NAMES = ("computing", "talking", "waiting")
+PART_NAMES = ("computing", "communicating", "waiting")
 INCHES = (4.4, 3.0)
 LINE_STYLES: tuple[Literal["-", "--", "-.", ":"], ...] = ("-", "--", "-.", ":")
 
 
 @dataclass(frozen=True)
 class Colours:
-    """What a drawing is coloured with."""
+    """The colours of a drawing."""
 
     ink: str
     faint: str
@@ -41,23 +41,23 @@ PRINTED = Colours(
     plans=("#4c5560", "#0072b2", "#d55e00", "#00835f", "#a64d86", "#8a6d00"),
     parts=("#6f9a78", "#cfa52a", "#b7a3dd"),
 )
-STAND_IN = Colours(
+PLACEHOLDER = Colours(
     ink="#010101",
     faint="#020202",
     plans=tuple(f"#0303{index:02x}" for index in range(1, 7)),
     parts=("#040401", "#040402", "#040403"),
 )
 VARIABLES = {
-    STAND_IN.ink: "var(--ink)",
-    STAND_IN.faint: "var(--faint)",
-    **{colour: f"var(--plan-{index})" for index, colour in enumerate(STAND_IN.plans)},
-    **{colour: f"var(--part-{index})" for index, colour in enumerate(STAND_IN.parts)},
+    PLACEHOLDER.ink: "var(--ink)",
+    PLACEHOLDER.faint: "var(--faint)",
+    **{colour: f"var(--plan-{index})" for index, colour in enumerate(PLACEHOLDER.plans)},
+    **{colour: f"var(--part-{index})" for index, colour in enumerate(PLACEHOLDER.parts)},
 }
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure: its name in the page, its title, what it says to those who cannot see it, and how it is drawn."""
+    """A figure: its name in the page, its title, its caption, and the function that draws it."""
 
     name: str
     title: str
@@ -67,33 +67,28 @@ class Drawing:
 
 def drawings(outcomes: Sequence[Outcome]) -> list[Drawing]:
     """The figures of a comparison."""
-    clock = "" if outcomes[0].clock == "measured" else " The link's time is computed from the bytes."
+    clock = "" if outcomes[0].clock == "measured" else " The time of the link is computed from the bytes."
     smooth = "Training loss, averaged over 8 steps and all workers."
     return [
         Drawing("loss-time", "Loss against time", smooth + clock, _loss_against_time),
-        Drawing(
-            "loss-bytes", "Loss against bytes", f"{smooth} Bytes that one worker puts on the network.", _loss_bytes
-        ),
+        Drawing("loss-bytes", "Loss against bytes", f"{smooth} Bytes that one worker sends.", _loss_bytes),
         Drawing(
             "time",
             "Where the time went",
-            "Computing alone, talking (something is on its way, computing or not), and waiting for slower workers."
-            + clock,
+            "Computing alone, communicating (a collective is in flight), and waiting for slower workers." + clock,
             _where_the_time_went,
         ),
-        Drawing(
-            "levels", "Bytes for each level", "What one worker puts on the network at each level of the plan.", _levels
-        ),
+        Drawing("levels", "Bytes of each level", "Bytes that one worker sends at each level of the plan.", _levels),
     ]
 
 
 def svg(drawing: Drawing, outcomes: Sequence[Outcome]) -> str:
-    """A figure as SVG for a page: colours as variables, text as text, names of its own."""
+    """Draw a figure as SVG for the page: colours are variables, text stays text, ids are unique."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "laconic", "font.size": 10}):
         figure = _figure(INCHES)
-        drawing.draw(figure.add_subplot(), outcomes, STAND_IN)
+        drawing.draw(figure.add_subplot(), outcomes, PLACEHOLDER)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     found = re.search(r"<svg .*</svg>", text.getvalue(), re.DOTALL)
@@ -104,13 +99,13 @@ def svg(drawing: Drawing, outcomes: Sequence[Outcome]) -> str:
     source = re.sub(
         r'^<svg [^>]*?(viewBox="[^"]*")[^>]*>', rf'<svg \1 role="img" aria-label="{drawing.title}">', source
     )
-    for stand_in, variable in VARIABLES.items():
-        source = source.replace(stand_in, variable)
+    for placeholder, variable in VARIABLES.items():
+        source = source.replace(placeholder, variable)
     return source
 
 
 def png(outcomes: Sequence[Outcome], title: str) -> bytes:
-    """All figures in one image, on white."""
+    """Draw all figures in one image, on white."""
     import matplotlib
 
     with matplotlib.rc_context({"font.size": 9}):
@@ -152,7 +147,7 @@ def _colour(colours: Colours, index: int) -> str:
 
 def _loss_against_time(axes: "Axes", outcomes: Sequence[Outcome], colours: Colours) -> None:
     computed = outcomes[0].clock == "computed"
-    label = "seconds (the link's computed)" if computed else "seconds"
+    label = "seconds (link computed)" if computed else "seconds"
     _losses(axes, outcomes, colours, [[point.seconds for point in outcome.curve] for outcome in outcomes], label)
 
 
@@ -173,7 +168,7 @@ def _losses(
         colour = _colour(colours, index)
         axes.plot(*zip(*shown, strict=True), linestyle=LINE_STYLES[index % 4], linewidth=2, color=colour)
         axes.plot(*shown[-1], marker="o", markersize=5, linestyle="none", color=colour)
-    if axes.lines:  # there is no logarithm of nothing
+    if axes.lines:  # a log scale needs data
         axes.set_xscale("log")
     target = outcomes[0].until_loss
     if target is not None:
@@ -186,7 +181,7 @@ def _losses(
 
 
 def parts(outcome: Outcome) -> tuple[float, float, float]:
-    """Seconds of computing alone, talking and waiting; they add up to the run's."""
+    """The seconds of computing alone, communicating and waiting; their sum is the run's."""
     waiting = outcome.waiting_seconds or 0.0
     return outcome.seconds - outcome.talking_seconds, outcome.talking_seconds - waiting, waiting
 
@@ -221,7 +216,7 @@ def _levels(axes: "Axes", outcomes: Sequence[Outcome], colours: Colours) -> None
 
 
 def _named_row(axes: "Axes", row: int, text: str, colours: Colours) -> None:
-    """The name stands above its bar, where it may be long."""
+    """Write the name above its bar, where there is room for a long one."""
     axes.annotate(
         text if len(text) < 52 else f"{text[:32]} … {text[-18:]}",
         (0.0, row - 0.12),

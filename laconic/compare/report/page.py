@@ -1,4 +1,4 @@
-"""The page: one file that needs nothing else, on any screen, light or dark, with the raw data inside."""
+"""The page: one self-contained HTML file for any screen, light or dark, with the raw data in it."""
 
 import base64
 import datetime
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from laconic.compare.files import as_json, versions, write_whole
-from laconic.compare.lab.training import Outcome
+from laconic.compare.files import versions, write_whole
+from laconic.compare.records import Outcome, as_json
 from laconic.compare.report.figures import PRINTED, drawings, parts, png, svg
 from laconic.compare.report.sentence import headline
 from laconic.compare.settings import LabError, usable_cores
@@ -25,7 +25,7 @@ SWATCHES = ("solid", "dashed", "dashed", "dotted")
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the page's table, in words."""
+    """A row of the table, formatted."""
 
     plan: str
     loss: str
@@ -39,7 +39,7 @@ class Line:
 
 
 def check_drawable(written: str) -> None:
-    """Refuses a report before any training if what draws it is not installed."""
+    """Refuse a report before any training if its dependencies are not installed."""
     missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
     if missing:
         raise LabError(
@@ -49,12 +49,12 @@ def check_drawable(written: str) -> None:
 
 
 def write_page(path: Path, outcomes: Sequence[Outcome], arguments: Sequence[str]) -> None:
-    """Writes the report; `arguments` are the command's, without its name."""
+    """Write the report; `arguments` are those of the command."""
     write_whole(path, page(outcomes, arguments).encode())
 
 
 def write_png(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Writes the figures as one image."""
+    """Write the figures as one image."""
     write_whole(path, png(outcomes, headline(outcomes)))
 
 
@@ -83,7 +83,7 @@ def page(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What it ran on, without saying whose it is."""
+    """The machine, without its name."""
     return {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "processor": f"{_processor()}, {usable_cores()} usable cores",
@@ -107,7 +107,7 @@ def _processor() -> str:
 
 
 def _line(first: Outcome, outcome: Outcome) -> Line:
-    computing, talking, waiting = (f"{part:,.1f}" for part in parts(outcome))
+    computing, communicating, waiting = (f"{part:,.1f}" for part in parts(outcome))
     if outcome.waiting_seconds is None:
         waiting = "-"
     compared = first.ended == outcome.ended and first.ended != "seconds"
@@ -116,7 +116,7 @@ def _line(first: Outcome, outcome: Outcome) -> Line:
         loss=f"{outcome.loss_start:.3f} → {outcome.loss_final:.3f}",
         seconds=f"{outcome.seconds:,.1f}" + ("" if first.until_loss is None or outcome.reached else " (not reached)"),
         sooner=f"{first.seconds / outcome.seconds:.1f}×" if compared else "-",
-        parts=(computing, talking, waiting),
+        parts=(computing, communicating, waiting),
         sent=human_bytes(outcome.sent_bytes),
         fewer=times_fewer(first.sent_bytes, outcome.sent_bytes).replace("x", "×"),
         network=human_bytes(outcome.network_bytes),
