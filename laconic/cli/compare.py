@@ -11,8 +11,7 @@ from laconic.cli.running import CommandOptions, run_all, workers_here
 from laconic.cli.view import Row
 from laconic.compare.links import Link, LinkError
 from laconic.compare.links import link as parse_link
-from laconic.compare.script import Run, Script
-from laconic.compare.settings import LabError
+from laconic.compare.settings import LabError, Run, Script
 
 DEFAULT_PLANS = ("ddp()", "power_sgd(rank=4)", "post_local_sgd(period=16)")
 

@@ -21,9 +21,8 @@ from laconic.compare.progress import Progress, following, progress_file
 from laconic.compare.records import Outcome, read_outcome
 from laconic.compare.report import check_drawable, write_page, write_png
 from laconic.compare.reporter import write_goal
-from laconic.compare.script import Run, Script
-from laconic.compare.settings import LabError, Place, Settings, check_workers, found_place, usable_cores
-from laconic.compare.slow_link import NoSlowLink, SlowLink, slow_link
+from laconic.compare.settings import LabError, Place, Run, Script, Settings, check_workers, found_place, usable_cores
+from laconic.compare.slow_link import NoSlowLink, slow_link
 from laconic.compare.unfinished import Unfinished
 
 DEFAULT_WORKERS = 4
@@ -109,14 +108,14 @@ def _check(run: Run, options: CommandOptions, place: Place | None) -> None:
 
 def _run_launched(runs: Sequence[Run], options: CommandOptions, view: View, unfinished: Unfinished) -> list[Outcome]:
     """Start workers for each run that was not finished before."""
-    with _network(options, view) as (network, slow):
+    with _network(options, view) as network:
         known = unfinished.load()[: len(runs)] if options.resume else []
         outcomes = list(takewhile(lambda outcome: outcome.clock == network.clock, known))
         if outcomes:
             view.say(f"going on after {len(outcomes)} of {len(runs)} plans, finished before; --fresh starts anew")
         with _shown(view):
             for index, run in list(enumerate(runs))[len(outcomes) :]:
-                outcomes.append(_launch(run, network, slow, view, index))
+                outcomes.append(_launch(run, network, view, index))
                 view.finish(outcomes[-1])
                 if len(runs) > 1:
                     unfinished.save(outcomes)
@@ -133,38 +132,30 @@ def _shown(view: View) -> Iterator[None]:
 
 
 @contextmanager
-def _network(options: CommandOptions, view: View) -> Iterator[tuple[Network, SlowLink | None]]:
+def _network(options: CommandOptions, view: View) -> Iterator[Network]:
     """The network of the command. A link is a real one, or a computed one where that is not possible."""
-    slow = None
+    network = Network(options.port, computed=options.link)
     with ExitStack() as stack:
         if options.link is not None and not options.compute_link:
             try:
-                slow = stack.enter_context(slow_link(options.link))
+                network = Network(options.port, slow=stack.enter_context(slow_link(options.link)))
             except NoSlowLink as error:
                 view.say(
                     f"no real link of {options.link} can be made here ({error}): the runs go at full speed, and the "
                     "link's time is computed from the bytes that they send."
                 )
-        if slow is None:
-            yield Network(options.port, computed=options.link), None
-        else:
-            yield Network(options.port, hosts=slow.hosts), slow
+        yield network
 
 
-def _launch(run: Run, network: Network, slow: SlowLink | None, view: View, index: int) -> Outcome:
-    before = {} if slow is None else slow.uplink_bytes()
+def _launch(run: Run, network: Network, view: View, index: int) -> Outcome:
+    before = network.uplink_bytes()
     with run_folder() as folder:
         files = [progress_file(folder, worker) for worker in range(run.workers)]
         with following(files, _shower(view, index)):
             outcome = launch(run, folder, network)
-    after = {} if slow is None else slow.uplink_bytes()
-    link = network.computed if slow is None else slow.link
-    return replace(
-        outcome,
-        link=None if link is None else str(link),
-        clock=network.clock,
-        uplink_bytes={name: after[name] - before[name] for name in after},
-    )
+    uplink_bytes = {name: count - before[name] for name, count in network.uplink_bytes().items()}
+    link = None if network.link is None else str(network.link)
+    return replace(outcome, link=link, clock=network.clock, uplink_bytes=uplink_bytes)
 
 
 def _run_in_place(runs: Sequence[Settings], view: View, place: Place) -> list[Outcome]:

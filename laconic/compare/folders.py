@@ -1,7 +1,7 @@
 """Temporary folders for the files of a run, which are also removed after a process that was killed.
 
-Each folder has a file that its owner keeps locked. The kernel releases the lock when the owner ends. Each new run removes
-this user's folders whose lock is free.
+Each folder has a file that its owner keeps locked. The kernel releases the lock when the owner ends. Each new run
+removes this user's folders whose lock is free.
 """
 
 import contextlib

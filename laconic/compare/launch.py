@@ -24,18 +24,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from laconic.compare.links import Link
-from laconic.compare.namespaces import Hosts
 from laconic.compare.progress import Tail, progress_file
 from laconic.compare.records import Outcome, read_outcome
 from laconic.compare.reporter import FOLDER, write_goal
-from laconic.compare.script import Run
-from laconic.compare.settings import LabError, usable_cores
-from laconic.compare.slow_link import PROGRAM
+from laconic.compare.settings import LabError, Run, usable_cores
+from laconic.compare.slow_link import PROGRAM, SlowLink
 from laconic.session import observers
 
 LOOPBACK = "127.0.0.1"
 REPORTER = "laconic.compare.reporter:from_env"
-LAUNCHER_LOGS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 LOST_PEER = ("connection closed", "connection reset", "broken pipe", "timed out", "lostworkererror")
 _ERROR = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit)(?::.*)?(?:\n .*)*)$", re.MULTILINE)
@@ -55,29 +52,38 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class Network:
-    """The network of a run: the loopback interface, hosts behind a slow link, or a link whose time is computed.
+    """The network of a run: the loopback interface, a real slow link, or a link whose time is computed.
 
     `port` is the launcher's; 0 takes any free one.
     """
 
     port: int = 0
-    hosts: Hosts | None = None
+    slow: SlowLink | None = None
     computed: Link | None = None
+
+    @property
+    def link(self) -> Link | None:
+        """The link, real or computed."""
+        return self.computed if self.slow is None else self.slow.link
 
     @property
     def clock(self) -> str:
         """Whether the seconds of the link are "measured" or "computed"."""
         return "measured" if self.computed is None else "computed"
 
+    def uplink_bytes(self) -> dict[str, int]:
+        """The bytes that each group of a real link has sent to the others so far."""
+        return {} if self.slow is None else self.slow.uplink_bytes()
+
 
 def launch(run: Run, folder: Path, network: Network | None = None) -> Outcome:
     """Run all workers to the end and return the outcome. Their progress and their logs go to `folder`."""
     network = network or Network()
     write_goal(folder, run.goal, network.computed)
-    hosts = json.dumps(None if network.hosts is None else asdict(network.hosts))
+    hosts = json.dumps(None if network.slow is None else asdict(network.slow.hosts))
     command = (str(PROGRAM), "enter", hosts, *run.command(folder))
     try:
-        with environment(report_variables(run, folder), run.workers, hosts=network.hosts is not None):
+        with environment(report_variables(run, folder), run.workers, hosts=network.slow is not None):
             run_elastic(run.workers, folder, network.port, sys.executable, *command)
     except ChildFailedError as error:
         raise _worker_error(error, run, folder) from None
@@ -109,8 +115,12 @@ def run_elastic(workers: int, folder: Path, port: int, program: str, *arguments:
         logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL),
         signals_to_handle="SIGQUIT",  # `stoppable` handles the others
     )
-    with _launcher_silenced():
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # the launcher logs the failures that are raised
+    try:
         elastic_launch(config, program)(*arguments)
+    finally:
+        logging.disable(before)
 
 
 def check_port(port: int) -> None:
@@ -170,21 +180,6 @@ def environment(changes: Mapping[str, str], workers: int, hosts: bool = False) -
     if loopback and not hosts:
         given["GLOO_SOCKET_IFNAME"] = loopback[0]
     return variables({**given, **os.environ, **changes})
-
-
-@contextmanager
-def _launcher_silenced() -> Iterator[None]:
-    """Turn off the launcher's log: errors of this module report the same failures."""
-    known = logging.root.manager.loggerDict.items()
-    loggers = [x for name, x in known if isinstance(x, logging.Logger) and name.startswith(LAUNCHER_LOGS)]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
 
 
 def _worker_error(error: ChildFailedError, run: Run, folder: Path) -> WorkerError:

@@ -14,8 +14,7 @@ import laconic
 from laconic.compare.files import versions
 from laconic.compare.progress import Ending, Progress, Tail, progress_file
 from laconic.compare.reporter import SMOOTHED, about_file, seconds_file
-from laconic.compare.script import Run
-from laconic.compare.settings import LabError
+from laconic.compare.settings import LabError, Run
 
 MOST_POINTS = 400
 
@@ -83,7 +82,7 @@ def read_outcome(run: Run, folder: Path, only_worker: int | None = None) -> Outc
     parameters = _parameters(run, folder, reports)
     points, lasts = curve(reports), [of_one[-1] for of_one in reports]
     first = lasts[0]
-    losses = {"loss_of": "training", "loss_start": points[0].loss, "loss_final": points[-1].loss}
+    losses: dict[str, Any] = {"loss_of": "training", "loss_start": points[0].loss, "loss_final": points[-1].loss}
     return Outcome(
         plan=str(laconic.plan(run.plan)),
         parameters=parameters,

@@ -1,4 +1,7 @@
-"""The settings of the lab's training, checked before any worker starts, and the workers of this machine."""
+"""The settings of a run, checked before any worker starts: of the lab's training, or of a user's own script.
+
+Any script that torchrun can start works, if it attaches `laconic.plan_from_env()` and calls `session.report(loss=...)`.
+"""
 
 import json
 import os
@@ -90,6 +93,49 @@ class Settings:
         """The fields of the outcome that the lab's script reports by itself."""
         losses = json.loads(_losses_file(folder).read_text())
         return {"model": self.model, "loss_of": "validation", **losses}
+
+
+@dataclass(frozen=True)
+class Script:
+    """One run of a user's script."""
+
+    plan: str
+    script: Path
+    arguments: tuple[str, ...] = ()
+    workers: int = 4
+    steps: int | None = None
+    seconds: float | None = None
+    until_loss: float | None = None
+
+    def __post_init__(self) -> None:
+        laconic.plan(self.plan)
+        check_count("workers", self.workers)
+        check_count("steps", self.steps)
+        check_positive("seconds", self.seconds)
+        check_positive("until_loss", self.until_loss)
+        if not self.script.is_file():
+            raise LabError(f"--script {self.script}: there is no such file. Give the path of a training script.")
+
+    @property
+    def title(self) -> str:
+        """What error messages call the run."""
+        return f"--script {self.script}"
+
+    @property
+    def goal(self) -> Goal:
+        """When `session.report` returns True."""
+        return Goal(self.steps, self.seconds, self.until_loss)
+
+    def command(self, folder: Path) -> list[str]:
+        """The command of a worker."""
+        return [sys.executable, str(self.script), *self.arguments]
+
+    def results(self, folder: Path) -> dict[str, Any]:
+        """The fields of the outcome that are known without reports."""
+        return {"model": self.script.name}
+
+
+Run = Settings | Script
 
 
 def _losses_file(folder: Path) -> Path:

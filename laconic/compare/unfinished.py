@@ -17,7 +17,7 @@ import torch
 import laconic
 from laconic.compare.files import write_whole
 from laconic.compare.records import Outcome, Point
-from laconic.compare.script import Run, Script
+from laconic.compare.settings import Run, Script
 
 
 class Unfinished:

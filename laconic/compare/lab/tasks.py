@@ -56,12 +56,12 @@ def validation_loss(model: nn.Module, batches: Sequence[Batch]) -> float:
 
 
 def _text_task(s: Settings) -> Task:
-    data = text.load(s.data, s.context)
+    train, validation = text.load(s.data, s.context)
     seeds = [(VALIDATION_SEED, index) for index in range(VALIDATION_BATCHES)]
     return Task(
         model=GPT(s.layers, s.width, s.heads, s.seed),
-        draw=lambda worker, step: text.batch(data.train, s.batch, s.context, (s.seed, worker, step)),
-        validation=tuple(text.batch(data.validation, s.batch, s.context, seed) for seed in seeds),
+        draw=lambda worker, step: text.batch(train, s.batch, s.context, (s.seed, worker, step)),
+        validation=tuple(text.batch(validation, s.batch, s.context, seed) for seed in seeds),
         tokens_per_step=s.batch * s.context,
     )
 
@@ -71,6 +71,6 @@ def _digits_task(s: Settings) -> Task:
     return Task(
         model=ResNet(s.layers, s.width, s.seed),
         draw=lambda worker, step: digits.batch(train, s.batch, (s.seed, worker, step)),
-        validation=((validation.images, validation.labels),),
+        validation=(validation,),
         tokens_per_step=s.batch,
     )
