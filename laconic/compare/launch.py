@@ -34,7 +34,8 @@ from laconic.session import observers
 LOOPBACK = "127.0.0.1"
 REPORTER = "laconic.compare.reporter:from_env"
 STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
-LOST_PEER = ("connection closed", "connection reset", "broken pipe", "timed out", "lostworkererror")
+CONSEQUENCES = ("connection closed", "connection reset", "broken pipe", "timed out", "lostworkererror", "by sigterm")
+"""What the errors of workers contain that lost their peer, or that the launcher stopped."""
 _ERROR = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit)(?::.*)?(?:\n .*)*)$", re.MULTILINE)
 
 
@@ -183,15 +184,15 @@ def environment(changes: Mapping[str, str], workers: int, hosts: bool = False) -
 
 
 def _worker_error(error: ChildFailedError, run: Run, folder: Path) -> WorkerError:
-    """Name the worker that failed first: not one that only lost its connection to that worker."""
+    """Name the worker that failed first, not one that failed or was stopped as a consequence."""
     first, _ = error.get_first_failure()
     words = {worker: last_error(_log(folder, worker)) for worker in (first, *range(run.workers))}
     for worker, failure in error.failures.items():
-        if failure.exitcode < 0:
+        if failure.exitcode < 0 and (not words[worker] or failure.exitcode != -signal.SIGTERM):
             words[worker] = killed_by(failure.exitcode)
         elif not words[worker]:
             words[worker] = (_log(folder, worker).splitlines() or [killed_by(failure.exitcode)])[-1]
-    causes = [worker for worker, text in words.items() if text and not any(x in text.lower() for x in LOST_PEER)]
+    causes = [worker for worker, text in words.items() if text and not any(x in text.lower() for x in CONSEQUENCES)]
     culprit = causes[0] if causes else first
     reports = Tail(progress_file(folder, culprit)).read()
     when = f"after step {reports[-1].step}" if reports else "at start"
