@@ -10,6 +10,7 @@ This file imports only the standard library, and runs by itself.
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ POLL_S = 0.05
 KEPT_LINES = 200
 PIPE_S = 2.0  # children of the script may keep its pipe open
 PR_SET_PDEATHSIG = 1
+RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch writes it before each line of a worker's traceback
 
 
 def exit_file(folder: Path, worker: int) -> Path:
@@ -43,13 +45,13 @@ def record(limit_s: float, folder: Path, command: list[str], worker: int, worker
     reader = threading.Thread(target=_read, args=(child, lines), daemon=True)
     reader.start()
     try:
-        reason = _wait(child, time.monotonic() + limit_s, folder, worker, workers)
+        killed = _wait(child, time.monotonic() + limit_s, folder, worker, workers)
     finally:
         child.kill()
-    ended = {"code": child.wait(), "time_s": time.time(), "killed_because": reason}
+    code = child.wait()
     reader.join(PIPE_S)
     path = exit_file(folder, worker)
-    path.with_suffix(".new").write_text(json.dumps(ended | {"lines": list(lines)}))
+    path.with_suffix(".new").write_text(json.dumps({"code": code, "killed": killed, "lines": list(lines)}))
     path.with_suffix(".new").rename(path)
 
 
@@ -60,13 +62,13 @@ def die_with_parent() -> None:
 
 
 def _wait(child: "subprocess.Popen[bytes]", deadline: float, folder: Path, worker: int, workers: int) -> str:
-    """Wait for the child; return why it must be killed, or an empty string if it has ended by itself."""
+    """Wait for the child; return when and why it is killed, or an empty string if it has ended by itself."""
     others = [exit_file(folder, other) for other in range(workers) if other != worker]
     while child.poll() is None:
         if time.monotonic() > deadline:
-            return "it did not end within the time limit"
+            return "killed at the time limit"
         if _stopped_for_good(folder, worker) and all(path.exists() for path in others):
-            return "it was stopped, and all other workers had ended"
+            return "stopped, and killed when all other workers had ended"
         time.sleep(POLL_S)
     return ""
 
@@ -80,7 +82,7 @@ def _stopped_for_good(folder: Path, worker: int) -> bool:
 def _read(child: "subprocess.Popen[bytes]", lines: "deque[tuple[float, str]]") -> None:
     assert child.stderr is not None
     for line in child.stderr:
-        lines.append((time.time(), line.decode(errors="replace").rstrip()))
+        lines.append((time.time(), RANK_PREFIX.sub("", line.decode(errors="replace").rstrip())))
         sys.stderr.buffer.write(line)
         sys.stderr.buffer.flush()
 

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -32,7 +32,9 @@ from torch.utils.hooks import RemovableHandle
 
 from laconic.doctor.exit_recorder import faults_file
 from laconic.session.observers import StepObserver
-from laconic.session.session import Session
+
+if TYPE_CHECKING:
+    from laconic import Session
 
 FACTORY = "laconic.doctor.injection:from_env"
 """The factory of this observer, as LACONIC_OBSERVERS names it."""
@@ -126,7 +128,7 @@ def check_faults(wanted: Iterable[Fault], workers: int) -> None:
 def from_env() -> StepObserver | None:
     """Make the observer that LACONIC_UNTIL or LACONIC_INJECT asks for; None without them."""
     if os.environ.get(UNTIL) == "attach":
-        return StopAfterAttach()
+        return AttachOnly()
     text = os.environ.get(INJECT)
     if not text or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return None
@@ -143,12 +145,12 @@ class FaultInjector(StepObserver):
 
     def attached(self, session: Session) -> None:
         """Select the faults of this worker; gradients become NaN in hooks, before DDP averages them in backward."""
-        open_ones = [each for each in self._wanted if each not in _injected]
-        absent = [str(each) for each in open_ones if each.worker >= session.workers]
+        remaining = [each for each in self._wanted if each not in _injected]
+        absent = [str(each) for each in remaining if each.worker >= session.workers]
         if absent:  # not an error: the group may have lost workers
             logger.warning("%s: %s ignored, there are %d workers.", INJECT, ", ".join(absent), session.workers)
         worker = 0 if session.group is None else session.group.rank()
-        self._pending = [each for each in open_ones if each.worker == worker]
+        self._pending = [each for each in remaining if each.worker == worker]
         if any(each.kind == "nan" for each in self._pending):
             hook, trained = partial(self._nan_in_backward, session), session.parameters.values()
             self._handles = [p.register_hook(hook) for p in trained if p.requires_grad]
@@ -162,8 +164,8 @@ class FaultInjector(StepObserver):
             elif due.kind == "flip":
                 flip_a_bit(session.parameters)
             elif due.kind == "nan":  # no hook ran: sharded gradients do not come from autograd
-                grads = (p.grad for p in session.parameters.values() if p.grad is not None)
-                next(grads).mul_(torch.nan)
+                for grad in [p.grad for p in session.parameters.values() if p.grad is not None][:1]:
+                    grad.mul_(torch.nan)
             else:
                 kill_or_stop(due)
 
@@ -193,7 +195,7 @@ class FaultInjector(StepObserver):
         return grad * torch.nan
 
 
-class StopAfterAttach(StepObserver):
+class AttachOnly(StepObserver):
     """Ends the script at the end of `laconic.attach`, when all workers have come there."""
 
     def attached(self, session: Session) -> None:
@@ -220,12 +222,12 @@ def flip_a_bit(params: Mapping[str, Tensor]) -> None:
     """Flip a mantissa bit of the largest number of the first parameter, where later steps do not round it away."""
     from torch.distributed.tensor import DTensor
 
-    local = (p.to_local() if isinstance(p, DTensor) else p for p in params.values())
-    first = next(p.detach() for p in local if p.numel())
-    index = tuple(int(i) for i in torch.unravel_index(first.abs().argmax(), first.shape))
-    number = first[index].reshape(1).clone()
-    number.view(torch.uint8)[max(0, number.element_size() - 2)] ^= 1 << 3
-    first[index] = number[0]
+    local = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in params.values()]
+    for first in [p for p in local if p.numel()][:1]:  # a worker may hold empty shards only
+        index = tuple(int(i) for i in torch.unravel_index(first.abs().argmax(), first.shape))
+        number = first[index].reshape(1).clone()
+        number.view(torch.uint8)[max(0, number.element_size() - 2)] ^= 1 << 3
+        first[index] = number[0]
 
 
 def kill_or_stop(due: Fault) -> None:

@@ -97,7 +97,7 @@ def _master_address(host: Host, environ: Mapping[str, str], several_hosts: bool)
     if not name:
         return []
     addresses = host.resolve(name)
-    shown = f"MASTER_ADDR={name} ({', '.join(addresses) or 'cannot be resolved'})"
+    shown = f"MASTER_ADDR={name}" + ("" if name in addresses else f" ({', '.join(addresses) or 'cannot be resolved'})")
     if not addresses:
         way_out = "Use an address, or add the name to /etc/hosts on every host."
         return [problem("master address", shown, "This worker cannot find worker 0.", way_out)]

@@ -22,7 +22,6 @@ from laconic.doctor import exit_recorder
 from laconic.doctor.injection import FACTORY, INJECT, MARKS, UNTIL, Fault, attached_file
 from laconic.session.observers import VARIABLE as OBSERVERS
 
-_RANK = re.compile(r"\[rank\d+\]: ?")  # torch puts it before each line of a worker's traceback
 _ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*(?P<kind>[A-Z]\w*(?:Error|Exception|Interrupt|Exit))\b(?::|$)")
 
 
@@ -62,9 +61,9 @@ class WorkerExit:
 
     worker: int
     code: int = -1
-    time_s: float = 0.0
     lines: tuple[tuple[float, str], ...] = ()
-    killed_because: str = ""
+    killed: str = ""
+    """When and why the recorder killed the script, if it did."""
     plan: str | None = None
     """The plan that the script attached, if `laconic.attach` came to its end."""
 
@@ -87,9 +86,7 @@ class WorkerExit:
     @property
     def reason(self) -> str:
         """Describe how the script ended."""
-        if self.killed_because:
-            return f"killed because {self.killed_because}" + (f": {self.last_line}" if self.last_line else "")
-        return self.last_line if self.code > 0 and self.last_line else killed_by(self.code)
+        return self.killed or (self.last_line if self.code > 0 else "") or killed_by(self.code)
 
 
 @dataclass(frozen=True)
@@ -123,10 +120,10 @@ def run_as_worker(run: ScriptRun, worker: int, port: int) -> WorkerExit:
 def exit_from_json(worker: int, fields: Mapping[str, Any] | None) -> WorkerExit:
     """Read how a script ended on a worker; None if the worker did not answer."""
     if fields is None:
-        return WorkerExit(worker, killed_because="its recorder did not answer")
-    lines = tuple((float(at), _RANK.sub("", str(line), count=1)) for at, line in fields["lines"])
+        return WorkerExit(worker, killed="there is no record of its end")
+    lines = tuple((float(at), str(line)) for at, line in fields["lines"])
     plan = None if fields["plan"] is None else str(fields["plan"])
-    return WorkerExit(worker, int(fields["code"]), float(fields["time_s"]), lines, str(fields["killed_because"]), plan)
+    return WorkerExit(worker, int(fields["code"]), lines, str(fields["killed"]), plan)
 
 
 def _read_exit(folder: Path, worker: int) -> WorkerExit:

@@ -56,7 +56,7 @@ class TestOneWorker:
     """A session without process group, with the observer in its environment."""
 
     @pytest.fixture
-    def marks(self, monkeypatch, tmp_path) -> Path:
+    def marks(self, monkeypatch, tmp_path: Path) -> Path:
         monkeypatch.setenv("LACONIC_OBSERVERS", FACTORY)
         monkeypatch.setenv("LACONIC_MARKS", str(tmp_path))
         return tmp_path / "faults-0.jsonl"

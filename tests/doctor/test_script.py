@@ -36,44 +36,44 @@ def _record(folder: Path, limit_s: float, program: str) -> WorkerExit:
 class TestRecorder:
     def test_an_error(self, tmp_path):
         ended = _record(tmp_path, 60, "raise ValueError('no')")
-        assert (ended.code, ended.error_class, ended.killed_because) == (1, "ValueError", "")
+        assert (ended.code, ended.error_class, ended.killed) == (1, "ValueError", "")
         assert ended.reason == "ValueError: no"
 
     def test_a_script_that_does_not_end(self, tmp_path):
         ended = _record(tmp_path, 0.5, "import time; time.sleep(60)")
-        assert (ended.code, ended.killed_because) == (-9, "it did not end within the time limit")
+        assert (ended.code, ended.killed) == (-9, "killed at the time limit")
 
     def test_a_script_that_was_stopped_for_good(self, tmp_path):
         exit_recorder.faults_file(tmp_path, 0).write_text('{"fault": "stop:0@1"}\n')
         ended = _record(tmp_path, 60, "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
-        assert (ended.code, ended.killed_because) == (-9, "it was stopped, and all other workers had ended")
+        assert (ended.code, ended.killed) == (-9, "stopped, and killed when all other workers had ended")
 
 
 class TestFindings:
     def test_each_kind_of_end(self):
         exits = [
-            WorkerExit(0, 1, 105.0, ((99.0, "hello"), (104.5, "laconic.LostWorkerError: gone"), (104.6, "  Go on"))),
-            WorkerExit(1, 1, 105.0, ((104.0, "RuntimeError: boom"),)),
-            WorkerExit(2, -9, 106.0, (), "it was stopped, and all other workers had ended"),
+            WorkerExit(0, 1, ((99.0, "hello"), (104.5, "laconic.LostWorkerError: gone"), (104.6, "  Go on"))),
+            WorkerExit(1, 1, ((104.0, "RuntimeError: boom"),)),
+            WorkerExit(2, -9, (), "stopped, and killed when all other workers had ended"),
         ]
         first, second, third = check_exits(RUN, exits, INJECTED)
         assert (first.verdict, first.found) == (
             "ok",
-            "exit code 1 3.50 s after the fault: laconic.LostWorkerError: gone",
+            "exit code 1, 3.50 s after the fault: laconic.LostWorkerError: gone",
         )
         assert second.verdict == "warning"
         assert third.verdict == "ok"
-        assert third.found == "killed because it was stopped, and all other workers had ended, as the fault demands"
+        assert third.found == "stopped, and killed when all other workers had ended, as the fault demands"
 
     def test_a_worker_that_hung_and_one_that_only_logged(self):
         exits = [
-            WorkerExit(0, -9, 200.0, (), "it did not end within the time limit"),
-            WorkerExit(1, 0, 200.0, ((100.5, "step 3: worker 2"),)),
-            WorkerExit(2, 0, 200.0, ()),
+            WorkerExit(0, -9, (), "killed at the time limit"),
+            WorkerExit(1, 0, ((100.5, "step 3: worker 2"),)),
+            WorkerExit(2, 0, ()),
         ]
         hung, logged, silent = check_exits(RUN, exits, INJECTED)
         assert hung.verdict == "problem"
-        assert logged.found == "exit code 0; it logged 0.50 s after the fault: step 3: worker 2"
+        assert logged.found == "exit code 0; it logged, 0.50 s after the fault: step 3: worker 2"
         assert (silent.verdict, silent.found) == ("ok", "exit code 0")
 
     def test_faults_that_were_injected_and_not(self):
@@ -82,13 +82,13 @@ class TestFindings:
 
     def test_handshakes(self):
         line = (1.0, "attach: the first weights of workers [1] are not those of the others")
-        well = [WorkerExit(worker, 0, 1.0, (line,), plan="ddp()") for worker in range(2)]
+        well = [WorkerExit(worker, 0, (line,), plan="ddp()") for worker in range(2)]
         fine, caution = check_handshake(well)
         assert (fine.verdict, caution.verdict, caution.way_out) == ("ok", "warning", "Seed all workers alike.")
         assert check_handshake([well[0], WorkerExit(1, 0, plan="qsr()")])[0].verdict == "problem"
         [found] = check_handshake([WorkerExit(0, 0), WorkerExit(1, 0)])
         assert found.found == "workers 0, 1 ended without laconic.attach"
-        [found] = check_handshake([WorkerExit(0, 1, 1.0, ((1.0, "NameError: x"),)), well[1]])
+        [found] = check_handshake([WorkerExit(0, 1, ((1.0, "NameError: x"),)), well[1]])
         assert found.found == "worker 0 did not complete laconic.attach: NameError: x"
 
     def test_errors_of_laconic(self):
