@@ -67,11 +67,10 @@ def check_exits(run: ScriptRun, exits: Sequence[WorkerExit], injected: Sequence[
 def _exit(each: WorkerExit, injected: Sequence[InjectedFault], was_lost: bool) -> Finding:
     name = f"worker {each.worker}"
     if was_lost and (each.code < 0 or each.killed):
-        return ok(name, f"{each.reason}, as the fault demands")
+        return ok(name, f"{each.ending}, as the fault demands")
     if each.killed:
         why = "It did not notice the fault: it waits in code outside laconic, or its timeout is longer."
-        found = each.reason + (f"; its last line: {each.last_line}" if each.last_line else "")
-        return problem(name, found, why, "Give laconic.attach a timeout_s, or raise --seconds.")
+        return problem(name, each.reason, why, "Give laconic.attach a timeout_s, or raise --seconds.")
     time_s, line = _first_line_after(each, injected) if each.code == 0 or not each.error_class else each.error
     before = [fault.time_s for fault in injected if fault.time_s <= time_s]
     when = f", {time_s - before[-1]:.2f} s after the fault" if before else ""

@@ -45,9 +45,9 @@ class ScriptRun:
 
     def environ(self, folder: Path) -> dict[str, str]:
         """Return the variables through which `laconic.doctor.injection` gets its orders."""
-        observers = ",".join(filter(None, (os.environ.get(OBSERVERS), FACTORY)))
+        others = [each for each in os.environ.get(OBSERVERS, "").split(",") if each.strip() not in ("", FACTORY)]
         order = {INJECT: ",".join(map(str, self.faults))} if self.faults else {UNTIL: "attach"}
-        return {OBSERVERS: observers, MARKS: str(folder), **order}
+        return {OBSERVERS: ",".join([*others, FACTORY]), MARKS: str(folder), **order}
 
     def command(self, folder: Path) -> tuple[str, ...]:
         """Return the command of one worker: the recorder, which starts the script."""
@@ -84,9 +84,16 @@ class WorkerExit:
         return self.error[1] or next((line for _, line in reversed(self.lines) if line.strip()), "")
 
     @property
+    def ending(self) -> str:
+        """Describe how the process ended."""
+        return self.killed or killed_by(self.code)
+
+    @property
     def reason(self) -> str:
-        """Describe how the script ended."""
-        return self.killed or (self.last_line if self.code > 0 else "") or killed_by(self.code)
+        """Describe why the script ended: the error, or how the process ended and its last line."""
+        if self.code > 0 and not self.killed and self.last_line:
+            return self.last_line
+        return self.ending + (f"; its last line: {self.last_line}" if self.last_line else "")
 
 
 @dataclass(frozen=True)

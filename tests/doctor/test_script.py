@@ -17,7 +17,7 @@ INJECTED = (InjectedFault("stop:2@3", 100.0), InjectedFault("slow:1@4:1s", 101.0
 
 
 def test_the_environment_of_a_run(monkeypatch, tmp_path):
-    monkeypatch.setenv("LACONIC_OBSERVERS", "mine:make")
+    monkeypatch.setenv("LACONIC_OBSERVERS", "laconic.doctor.injection:from_env,mine:make")
     environ = RUN.environ(tmp_path)
     assert environ["LACONIC_OBSERVERS"] == "mine:make,laconic.doctor.injection:from_env"
     assert environ["LACONIC_INJECT"] == "stop:2@3,slow:1@4:1s"
