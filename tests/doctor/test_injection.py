@@ -186,7 +186,7 @@ def test_a_flipped_bit_is_found(wrapped):
 def test_a_lost_worker_is_named(kind):
     for error, _ in run_survivors(_train, 3, 1, (f"{kind}:1@3", True, "skip")).values():
         assert error.startswith("LostWorkerError: ")
-        assert "worker 1 did not answer" in error
+        assert "worker 1 did not respond" in error
 
 
 def _until_attached(worker: int, folder: str) -> object:

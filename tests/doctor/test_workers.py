@@ -74,7 +74,7 @@ def test_one_worker_alone():
 def test_a_worker_that_does_not_answer():
     [(findings, shows)] = run_workers(_check, 1, (2, free_port(), None, None, 1), group=False)
     assert shows
-    assert (findings[0].verdict, findings[0].found) == ("problem", "worker 1 did not answer")
+    assert (findings[0].verdict, findings[0].found) == ("problem", "worker 1 did not respond")
     assert "connections" not in {each.name for each in findings}
 
 
