@@ -2,8 +2,8 @@
 
 A message is smaller than the gradients, and a non-finite gradient makes a codec's message non-finite. On the CPU, a
 worker with non-finite numbers also sets the first number of its message to NaN: a mean of finite numbers is finite, as
-they are divided before they are summed, so all workers look only at the first number of the mean. On a GPU nothing waits
-for the result: fused optimizers skip the step on the device, and the worker is named a step later.
+they are divided before they are summed, so all workers look only at the first number of the mean. On a GPU nothing
+waits for the result: fused optimizers skip the step on the device, and the worker is named a step later.
 """
 
 from __future__ import annotations

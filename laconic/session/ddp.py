@@ -24,7 +24,7 @@ from laconic.session.gradients import GradientAverager
 from laconic.session.stop import StepHeaders
 
 if TYPE_CHECKING:
-    from torch.distributed import GradBucket
+    from torch._C._distributed_c10d import GradBucket
 
 TakesBucket: TypeAlias = "Callable[[GradBucket], Future[Tensor]]"
 

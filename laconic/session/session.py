@@ -10,7 +10,7 @@ right after the optimizer's step. In other steps nothing is sent at all, DDP's o
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -70,7 +70,7 @@ class Session:
         return self._steps.levels.world.group
 
     @property
-    def parameters(self) -> dict[str, Tensor]:
+    def parameters(self) -> Mapping[str, Tensor]:
         """The trained parameters by name, as the model and the optimizers know them."""
         return self._averager.model_state.originals
 
