@@ -21,7 +21,7 @@ from laconic.checks.errors import NonFiniteError
 from laconic.checks.outliers import names
 from laconic.codecs.packing import side_by_side
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Exchange, Mean, Request, all_finite
+from laconic.comm.requests import Averaged, Exchange, Mean, Request, all_finite
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,7 @@ class NonFiniteCheck:
         own: list[Finding] = []
         means: list[bool] = []
         answer: Tensor | None = None
+        end: Averaged | None = None
         while True:
             try:
                 request = exchange.send(answer)  # type: ignore[arg-type]  # the first send starts it, with None
@@ -118,6 +119,7 @@ class NonFiniteCheck:
             else:
                 own.append(_finding(x, tensors, first=not own))
                 answer = yield request
+        assert end is not None
         if share < 1:
             for t in end.mean.values():
                 t.mul_(1 / share if share else torch.nan)

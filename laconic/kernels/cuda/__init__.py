@@ -1,0 +1,1 @@
+"""Fused paths on CUDA, in Triton."""
