@@ -79,6 +79,7 @@ def test_json_lines_read_back(tmp_path: Path) -> None:
         "payload_bytes": 200,
         "wire_bytes": 300,
         "seconds": 0.25,
+        "workers": 4,
     }
 
 

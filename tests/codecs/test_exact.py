@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from laconic.codecs import Cast, ErrorFeedback, Exact
-from laconic.comm import Averaged, Mean, lockstep
+from laconic.comm.lockstep import lockstep
+from laconic.comm.requests import Averaged, Mean
 from laconic.ledger import Ledger
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
-from laconic.comm import Mean, lockstep
+from laconic.comm.lockstep import lockstep
+from laconic.comm.requests import Mean
 from laconic.ledger import Ledger
 from tests.laws.world import World, residuals, tensors
 

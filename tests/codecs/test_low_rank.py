@@ -9,7 +9,7 @@ import torch
 
 import laconic
 from laconic.codecs import ByShape, ErrorFeedback, LowRank
-from laconic.comm import lockstep
+from laconic.comm.lockstep import lockstep
 from tests.laws.world import World, tensors, true_mean
 
 

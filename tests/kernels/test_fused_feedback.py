@@ -19,7 +19,7 @@ from torch import Tensor
 
 from laconic.codecs import ByShape, ErrorFeedback, Exact, LowRank
 from laconic.codecs.orthonormal import orthonormal
-from laconic.comm import lockstep
+from laconic.comm.lockstep import lockstep
 from laconic.comm.requests import State
 
 HAS_GPU = torch.cuda.is_available()
@@ -145,7 +145,7 @@ def test_matrices_and_the_rest_in_one_exchange_equal_the_plain_composition(devic
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU here")
 @pytest.mark.parametrize("rounds", ["two", "alternating"])
 def test_as_a_graph_the_kernels_on_cuda_do_the_same(monkeypatch, rounds):
-    from laconic.kernels import launches  # needs Triton
+    from laconic.kernels.cuda import launches  # needs Triton
 
     codec = ByShape(ErrorFeedback(LowRank(4, min_compression=0, rounds=rounds)))
     one_by_one: list[State] = [{}]
@@ -166,7 +166,7 @@ def test_as_a_graph_the_kernels_on_cuda_do_the_same(monkeypatch, rounds):
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU here")
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_caller_may_capture_the_kernels_in_a_graph_of_its_own(monkeypatch, graphs):
-    from laconic.kernels import launches  # needs Triton
+    from laconic.kernels.cuda import launches  # needs Triton
 
     monkeypatch.setattr(launches, "GRAPHS", graphs)
     codec = ByShape(ErrorFeedback(LowRank(4, min_compression=0, rounds="two")))
@@ -347,7 +347,7 @@ import sys
 import torch
 from laconic.codecs import ErrorFeedback, LowRank
 from laconic.kernels.cuda.fused import fused_feedback
-from laconic.comm import lockstep
+from laconic.comm.lockstep import lockstep
 
 torch.manual_seed(0)
 for rounds in ("two", "alternating"):

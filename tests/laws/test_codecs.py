@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
-from laconic.comm import Averaged, State, Tensors, dry, lockstep
+from laconic.comm.dry import dry
+from laconic.comm.lockstep import lockstep
+from laconic.comm.requests import Averaged, State, Tensors
 from laconic.ledger import Ledger
 from tests.laws.world import World, at_once, carried, in_place, leaves, residuals, same_bits, side_by_side, true_mean
 

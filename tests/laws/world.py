@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from laconic.codecs import Codec
-from laconic.comm import Averaged, Exchange, Mean, State, Tensors, lockstep
+from laconic.comm.lockstep import lockstep
+from laconic.comm.requests import Averaged, Exchange, Mean, State, Tensors
 from laconic.ledger import Ledger
 
 SHAPES: dict[str, tuple[int, ...]] = {

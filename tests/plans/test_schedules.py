@@ -115,8 +115,8 @@ def test_the_quadratic_rule(lr: float, growth: float, floor: int, since: int) ->
     assert period >= floor
     assert period in (floor, int((growth / lr) ** 2), int((growth / lr) ** 2 + 1e-9), 2**31)
     clock = SyncClock(since, lr)
-    assert schedule.at(since + period, clock) == WEIGHTS
-    assert period == 1 or schedule.at(since + period - 1, clock) == ()
+    assert schedule.syncs_at(since + period, clock) == WEIGHTS
+    assert period == 1 or schedule.syncs_at(since + period - 1, clock) == ()
 
 
 @pytest.mark.parametrize(
