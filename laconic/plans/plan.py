@@ -124,5 +124,3 @@ class Plan:
         from laconic.plans.methods import call_of  # which imports this file
 
         return call_of(self) or as_code(self)
-
-
