@@ -22,8 +22,8 @@ from laconic.values import as_code
 class ByShape:
     """Sends matrices through one codec, and the vectors and small tensors that it declines through `rest`.
 
-    `rest` is exact by default. Both codecs run in the same rounds: means of one dtype that they request in one round are
-    sent as one message.
+    `rest` is exact by default. Both codecs run in the same rounds: means of one dtype that they request in one round
+    are sent as one message.
     """
 
     codec: Codec
