@@ -24,12 +24,20 @@ def call(name: str, given: Mapping[str, object]) -> str:
 
 
 def is_whole(value: object, least: int | None = 1) -> bool:
-    """Return whether `value` is an int, not a bool, of at least `least`; None is no limit."""
+    """Return whether `value` is an int, not a bool, of at least `least`; None is no limit.
+
+    >>> is_whole(1), is_whole(0), is_whole(-3, least=None), is_whole(2.0), is_whole(True)
+    (True, False, True, False, False)
+    """
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 
 def is_number(value: object) -> bool:
-    """Return whether `value` is a finite int or float, not a bool."""
+    """Return whether `value` is a finite int or float, not a bool.
+
+    >>> is_number(2), is_number(-0.5), is_number(float("inf")), is_number("2"), is_number(10**400)
+    (True, True, False, False, True)
+    """
     return is_whole(value, least=None) or (isinstance(value, float) and isfinite(value))
 
 
