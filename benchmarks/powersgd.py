@@ -242,8 +242,8 @@ def measure_model(
     bases = {mb: Runner(shapes, mb, noop, device, dtype) for mb in (25, ONE_BUCKET_MB)}
     for _ in range(9):
         bases[25].step()
-    alone = statistics.median(bases[25].times)
-    log(f"\n{name}: {numel / 1e6:.1f} M, floor {1e3 * floor:.2f} ms, no-op {1e3 * alone:.2f} ms")
+    no_op_s = statistics.median(bases[25].times)
+    log(f"\n{name}: {numel / 1e6:.1f} M, floor {1e3 * floor:.2f} ms, no-op {1e3 * no_op_s:.2f} ms")
     log(f"{'hook':<36} {'ms over no-op':>14} {'+-':>6} {'x floor':>8} {'GiB over':>9} {'MB sent':>9}")
     rows = []
     for label, bucket_mb, register in hooks(options.ranks, options.device):

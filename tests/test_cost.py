@@ -60,8 +60,8 @@ def module() -> nn.Module:
 )
 @pytest.mark.parametrize("plan", [laconic.ddp(), laconic.power_sgd(rank=2)], ids=repr)
 def test_tensors_shapes_and_modules_are_accepted(given: Callable[[], Any], plan: Plan) -> None:
-    wanted = 4 * 5025 if plan == laconic.ddp() else 4 * (150 + 25)
-    assert laconic.sent_bytes(plan, given()) == wanted
+    expected = 4 * 5025 if plan == laconic.ddp() else 4 * (150 + 25)
+    assert laconic.sent_bytes(plan, given()) == expected
 
 
 def test_no_memory_is_allocated() -> None:

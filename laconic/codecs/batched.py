@@ -6,10 +6,9 @@ import hashlib
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from laconic.codecs.contract import Codec, check_codec
+from laconic.codecs.contract import Codec, accept_every_shape, check_codec
 from laconic.codecs.packing import pack, unpack
 from laconic.comm.requests import Averaged, Exchange, State, Tensors, true
 from laconic.values import as_code
@@ -26,13 +25,10 @@ class Batched:
     codec: Codec
 
     __repr__ = as_code
+    accepts = accept_every_shape
 
     def __post_init__(self) -> None:
         check_codec(f"Batched({self.codec!r})", self.codec)
-
-    def accepts(self, shape: torch.Size) -> bool:
-        """Accept every shape."""
-        return True
 
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
         """Average the square matrix that holds `tensors`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from laconic.codecs.contract import Codec, check_codec
+from laconic.codecs.contract import Codec, accept_every_shape, check_codec
 from laconic.codecs.exact import Exact
 from laconic.codecs.feedback import ErrorFeedback, feedback_state
 from laconic.codecs.low_rank import LowRank
@@ -30,6 +30,7 @@ class ByShape:
     rest: Codec = field(default_factory=Exact)
 
     __repr__ = as_code
+    accepts = accept_every_shape
 
     def __post_init__(self) -> None:
         check_codec(f"ByShape({self.codec!r}, rest={self.rest!r})", self.codec)
@@ -39,10 +40,6 @@ class ByShape:
                 f"ByShape({self.codec}, rest={self.rest}): rest gets what the first codec declines, "
                 "so it must accept every shape, as Exact() and Cast(...) do."
             )
-
-    def accepts(self, shape: torch.Size) -> bool:
-        """Accept every shape."""
-        return True
 
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
         """Average each tensor through the codec for its shape."""

@@ -31,6 +31,11 @@ class Codec(Protocol):
         ...
 
 
+def accept_every_shape(codec: object, shape: torch.Size) -> bool:
+    """Return True: the method `accepts` of codecs for all shapes."""
+    return True
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for arithmetic and residuals: float64 for float64, else float32.
 

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from laconic.codecs.contract import accept_every_shape
 from laconic.codecs.packing import pack, unpack
 from laconic.comm.requests import Averaged, Exchange, Mean, State, Tensors, all_finite
 from laconic.kernels.choose import can_collect
@@ -24,14 +25,11 @@ class Exact:
     wide: bool = False
 
     __repr__ = as_code
+    accepts = accept_every_shape
 
     def __post_init__(self) -> None:
         if not isinstance(self.wide, bool):
             raise ValueError(f"Exact(wide={self.wide!r}): wide must be True or False.")
-
-    def accepts(self, shape: torch.Size) -> bool:
-        """Accept every shape."""
-        return True
 
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
         """Average `tensors` as they are."""
@@ -71,6 +69,7 @@ class Cast:
     to: Literal["bf16", "fp16"]
 
     __repr__ = as_code
+    accepts = accept_every_shape
 
     def __post_init__(self) -> None:
         if self.to not in ("bf16", "fp16"):
@@ -80,10 +79,6 @@ class Cast:
     def dtype(self) -> torch.dtype:
         """The dtype of the messages."""
         return torch.bfloat16 if self.to == "bf16" else torch.float16
-
-    def accepts(self, shape: torch.Size) -> bool:
-        """Accept every shape."""
-        return True
 
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
         """Average `tensors` rounded to the smaller dtype."""

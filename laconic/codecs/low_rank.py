@@ -112,7 +112,7 @@ class LowRank:
         return _pairs(mean_p | p, q | mean_q), _pairs(own_p | p, q | own_q), ok
 
     def first_q(self, name: str, shape: torch.Size, factors: Factors, like: Tensor) -> Tensor:
-        """Return the Q to start from, [columns, rank]: the last one, or a random one that all workers draw alike."""
+        """Return the Q to start from, [columns, rank]: the last one, or a random one, equal on all workers."""
         known = factors.q
         if self.warm_start and name in known:
             return known[name]
@@ -125,9 +125,11 @@ class LowRank:
 
 
 def _check_types(rank: object, min_compression: object, warm_start: object, seed: object) -> None:
-    for word, value in (("rank", rank), ("seed", seed)):
+    for argument, value in (("rank", rank), ("seed", seed)):
         if not is_whole(value, least=None):
-            raise ValueError(f"LowRank({word}={value!r}): {word} must be a whole number, such as LowRank(rank=4).")
+            raise ValueError(
+                f"LowRank({argument}={value!r}): {argument} must be a whole number, such as LowRank(rank=4)."
+            )
     if not is_number(min_compression):
         raise ValueError(
             f"LowRank(min_compression={min_compression!r}): min_compression must be a finite number, "

@@ -42,6 +42,11 @@ class Factors:
         """Return whether alternating rounds send Q at this call (odd turns), and not P (even turns)."""
         return self.turn(name) % 2 == 1
 
+    def in_step(self, names: Iterable[str]) -> bool:
+        """Return whether all these matrices send the same factor at this call."""
+        turns: dict[str, int] = self.state.get("turn", {})
+        return len({turns.get(name, 0) % 2 for name in names}) == 1
+
     def advance(self, names: Iterable[str]) -> None:
         """Count a call for these matrices."""
         turns: dict[str, int] = self.state.setdefault("turn", {})

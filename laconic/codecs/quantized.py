@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laconic.codecs.contract import accept_every_shape
 from laconic.codecs.packing import pack, unpack
 from laconic.comm.requests import Averaged, Exchange, Gather, State, Tensors, all_finite, true
 from laconic.values import as_code
@@ -24,14 +25,11 @@ class Quantized:
     block: int | None = 512
 
     __repr__ = as_code
+    accepts = accept_every_shape
 
     def __post_init__(self) -> None:
         if self.block is not None and self.block < 1:
             raise ValueError(f"Quantized(block={self.block}): a block has at least 1 number. For one block, use None.")
-
-    def accepts(self, shape: torch.Size) -> bool:
-        """Accept every shape."""
-        return True
 
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
         """Gather every worker's message and average the decoded numbers."""

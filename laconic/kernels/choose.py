@@ -93,7 +93,7 @@ def _can_fuse(codec: LowRank, tensors: Tensors, factors: Factors) -> bool:
     """Return whether all matrices are contiguous and send the same factor at this call."""
     if not codec.warm_start or not all(t.is_contiguous() for t in tensors.values()):
         return False
-    return codec.rounds == "two" or len({factors.sends_q(name) for name in tensors}) == 1
+    return codec.rounds == "two" or factors.in_step(tensors)
 
 
 def _has_kernels(codec: LowRank, tensors: Tensors) -> bool:

@@ -8,6 +8,7 @@ such as those of a model's layers, are multiplied in one batched call.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +34,8 @@ class Batch:
 
     def factor_shape(self, of_q: bool) -> tuple[int, int, int]:
         """Return the shape of the batched factor Q, [batch, columns, rank], or P, [batch, rows, rank]."""
-        return self.m.shape[0], self.m.shape[2 if of_q else 1], self.rank
+        batch, rows, columns = self.m.shape
+        return batch, columns if of_q else rows, self.rank
 
 
 def dense_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor], factors: Factors) -> Exchange:
@@ -41,18 +43,21 @@ def dense_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor]
     _add_missing(tensors, residual)
     batches = _batches(codec, tensors, residual)
     if codec.rounds == "two":
-        q = [_known(b, factors.q, codec, factors) for b in batches]
+        known = factors.q
+        q = [_known(b, known, codec, factors) for b in batches]
         p_message = yield Mean(_products(batches, q, of_q=False, add=True))
         fixed = [orthonormal(x) for x in _split(p_message, batches, of_q=False)]
         sends_q, message = True, _products(batches, fixed, of_q=True)
     else:
         sends_q = factors.sends_q(next(iter(tensors)))
-        fixed = [_known(b, factors.p if sends_q else factors.q, codec, factors) for b in batches]
+        known = factors.p if sends_q else factors.q
+        fixed = [_known(b, known, codec, factors) for b in batches]
         message = _products(batches, fixed, sends_q, add=True)
     own = _split(message.clone(), batches, sends_q)
     mean = _split((yield Mean(message)), batches, sends_q)
 
     ok = torch.stack([x.sum() for x in mean]).isfinite().all()
+    known_sent, known_fixed = (factors.q, factors.p) if sends_q else (factors.p, factors.q)
     for b, x, mine, base in zip(batches, mean, own, fixed, strict=True):
         left, right = (base, mine) if sends_q else (mine, base)
         if bool(ok):
@@ -60,8 +65,8 @@ def dense_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor]
         left, right = (base, x) if sends_q else (x, base)
         torch.bmm(left, right.mT, out=b.m)
         if bool(ok):
-            _keep(b, x, factors.q if sends_q else factors.p)
-            _keep(b, base, factors.p if sends_q else factors.q, even_zero=True)
+            _keep(b, x, known_sent)
+            _keep(b, base, known_fixed, even_zero=True)
     if bool(ok):
         factors.advance(tensors)
     return Averaged(dict(tensors), own_is_in_residual, lambda: ok)
@@ -118,20 +123,18 @@ def _known(b: Batch, known: dict[str, Tensor], codec: LowRank, factors: Factors)
 
 def _products(batches: list[Batch], factors: list[Tensor], of_q: bool, add: bool = False) -> Tensor:
     """Return one message with P = M Q, or Q = Mᵀ P, of all batches. With `add`, first compute M in the memory of G."""
-    sizes = [b.factor_shape(of_q) for b in batches]
-    numels = [torch.Size(size).numel() for size in sizes]
-    message = batches[0].m.new_empty(sum(numels))
-    for b, factor, piece, size in zip(batches, factors, message.split(numels), sizes, strict=True):
+    message = batches[0].m.new_empty(sum(prod(b.factor_shape(of_q)) for b in batches))
+    for b, factor, product in zip(batches, factors, _split(message, batches, of_q), strict=True):
         if add:
             b.m.add_(b.e)  # here, so that M is still in the cache for the product
-        torch.bmm(b.m.mT if of_q else b.m, factor, out=piece.view(size))
+        torch.bmm(b.m.mT if of_q else b.m, factor, out=product)
     return message
 
 
 def _split(message: Tensor, batches: list[Batch], of_q: bool) -> list[Tensor]:
-    sizes = [b.factor_shape(of_q) for b in batches]
-    pieces = message.split([torch.Size(size).numel() for size in sizes])
-    return [piece.view(size) for piece, size in zip(pieces, sizes, strict=True)]
+    shapes = [b.factor_shape(of_q) for b in batches]
+    pieces = message.split([prod(shape) for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _keep(b: Batch, x: Tensor, known: dict[str, Tensor], even_zero: bool = False) -> None:

@@ -21,14 +21,12 @@ def parse(text: Any, names: Mapping[str, Callable[..., Any]]) -> Any:
     if not isinstance(text, str):
         raise PlanError(f"{text!r} is not text. A plan is written as a call, such as {_example(names)}.")
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        return _build(ast.parse(text.strip(), mode="eval").body, text, names)
+    except PlanError:
+        raise
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         reason = getattr(error, "msg", None) or "too deep"
         raise PlanError(f"{text!r} is not a plan: {reason}. Write a call, such as {_example(names)}.") from None
-    try:
-        return _build(tree, text, names)
-    except RecursionError:
-        raise PlanError(f"{text!r} is not a plan: too deep. Write a call, such as {_example(names)}.") from None
 
 
 def _build(node: ast.expr, text: str, names: Mapping[str, Callable[..., Any]]) -> Any:

@@ -44,20 +44,20 @@ class Plan:
     optimizer_state: OptimizerState = "keep"
 
     def __post_init__(self) -> None:
-        wanted = {
+        protocols = {
             "schedule": (Schedule, "Every(8)"),
             "codec": (Codec, "Exact()"),
             "outer": (Outer, "Adopt()"),
             "topology": (Topology, "World()"),
         }
-        for part, (kind, example) in wanted.items():
+        for part, (kind, example) in protocols.items():
             value = getattr(self, part)
             if not isinstance(value, kind) or isinstance(value, type):
                 raise TypeError(f"Plan({part}={value!r}): {part} must be a {part}, such as {example}.")
-        for word, kinds in (("buffers", Buffers), ("optimizer_state", OptimizerState)):
-            if getattr(self, word) not in get_args(kinds):
+        for option, kinds in (("buffers", Buffers), ("optimizer_state", OptimizerState)):
+            if getattr(self, option) not in get_args(kinds):
                 known = " or ".join(repr(kind) for kind in get_args(kinds))
-                raise ValueError(f"Plan({word}={getattr(self, word)!r}): {word} must be {known}.")
+                raise ValueError(f"Plan({option}={getattr(self, option)!r}): {option} must be {known}.")
         if not self.local:
             self._check_no_local_options()
 
@@ -69,11 +69,11 @@ class Plan:
     def _check_no_local_options(self) -> None:
         """Refuse options of rounds of weights: this plan has none."""
         defaults = {"outer": Adopt(), "topology": World(), "buffers": "average", "optimizer_state": "keep"}
-        for word, default in defaults.items():
-            if getattr(self, word) != default:
+        for option, default in defaults.items():
+            if getattr(self, option) != default:
                 raise ValueError(
-                    f"Plan(schedule={self.schedule!r}, {word}={getattr(self, word)!r}): this schedule averages "
-                    f"gradients at every step and never weights, so {word} would have no effect. Leave it out, or "
+                    f"Plan(schedule={self.schedule!r}, {option}={getattr(self, option)!r}): this schedule averages "
+                    f"gradients at every step and never weights, so {option} would have no effect. Leave it out, or "
                     "choose a longer period."
                 )
 

@@ -189,7 +189,7 @@ class Quadratic:
     __repr__ = as_code
 
     def __post_init__(self) -> None:
-        check_steps("Quadratic", start=self.start, period=self.floor, period_word="floor")
+        check_steps("Quadratic", start=self.start, period=self.floor, period_name="floor")
         if not is_number(self.growth) or self.growth <= 0:
             raise ValueError(
                 f"Quadratic(growth={self.growth!r}): growth must be a number above 0. The period is (growth / lr)**2, "
@@ -266,12 +266,12 @@ def _weights_every(period: int, start: int, step: int) -> tuple[Sync, ...]:
     return WEIGHTS if (step - start + 1) % period == 0 else NO_SYNC
 
 
-def check_steps(what: str, *, start: object, period: object, period_word: str = "period") -> None:
+def check_steps(what: str, *, start: object, period: object, period_name: str = "period") -> None:
     """Raise a ValueError unless start and period are whole numbers of at least 1."""
-    for word, value in (("start", start), (period_word, period)):
+    for name, value in (("start", start), (period_name, period)):
         if not is_whole(value):
             raise ValueError(
-                f"{what}({word}={value!r}): {word} must be a whole number of at least 1, as steps count from 1."
+                f"{what}({name}={value!r}): {name} must be a whole number of at least 1, as steps count from 1."
             )
 
 

@@ -201,6 +201,7 @@ def test_the_view_of_the_state_creates_keys_only_on_use() -> None:
     assert (factors.turn("w"), factors.sends_q("w"), state) == (0, False, {})
     factors.advance(["w"])
     assert (factors.turn("w"), factors.sends_q("w"), factors.sends_q("other")) == (1, True, False)
+    assert (factors.in_step(["w"]), factors.in_step(["w", "other"])) == (True, False)
     factors.p["w"], factors.q["w"] = torch.ones(3, 1), torch.ones(2, 1)
     factors.cache("prepared")["key"] = "not saved"
     assert list(state) == ["turn", "p", "q", "_prepared"]

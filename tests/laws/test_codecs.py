@@ -104,10 +104,10 @@ def subtracts(codec: Codec) -> str:
     return "mean" if "subtract='mean'" in repr(codec) else "own"
 
 
-def assert_close(got: Tensor, wanted: Tensor, relative: float, scale: Tensor | None = None) -> None:
+def assert_close(got: Tensor, expected: Tensor, relative: float, scale: Tensor | None = None) -> None:
     """Compare within `relative` of the largest magnitude: a zero tensor must be exactly zero."""
-    largest = (wanted if scale is None else scale).abs().max().item() if wanted.numel() else 0.0
-    torch.testing.assert_close(got.double(), wanted.double(), rtol=0, atol=relative * largest)
+    largest = (expected if scale is None else scale).abs().max().item() if expected.numel() else 0.0
+    torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=relative * largest)
 
 
 def run(world: World, steps: Sequence[object], dtype: torch.dtype = torch.float32) -> list[Averaged]:
@@ -181,14 +181,14 @@ def test_reusing_the_input_gives_the_same_means(codec: Codec, dtype: torch.dtype
     keeps, reuses = World(codec, 2), World(codec, 2, reuse=True)
     for step in range(3):
         inputs = [side_by_side(given) for given in keeps.inputs(step, dtype)]
-        wanted, got = keeps.average(inputs), reuses.average(inputs, runner=in_place)
+        expected, got = keeps.average(inputs), reuses.average(inputs, runner=in_place)
         assert same_bits(got[0].mean, got[1].mean)
         if codec not in FUSED:
-            assert same_bits(got[0].mean, wanted[0].mean)
+            assert same_bits(got[0].mean, expected[0].mean)
             continue
         for name in set(inputs[0]) - RANK_DEFICIENT:
             scale = torch.stack([given[name] for given in inputs])
-            assert_close(got[0].mean[name], wanted[0].mean[name], 64 * rounding(codec, dtype), scale)
+            assert_close(got[0].mean[name], expected[0].mean[name], 64 * rounding(codec, dtype), scale)
 
 
 @each(CODECS)
@@ -319,11 +319,11 @@ def test_the_layout_of_buckets_does_not_matter(codec: Codec, dtype: torch.dtype)
     names = carried(codec)
     for step in range(4):  # another layout at each step
         inputs = whole.inputs(step, dtype)
-        wanted = whole.average(inputs)[0]
+        expected = whole.average(inputs)[0]
         for bucket in (names[step :: step + 1], [name for name in names if name not in names[step :: step + 1]]):
             got = split.average([{name: given[name] for name in bucket} for given in inputs])[0]
             for name in bucket:
-                assert_close(got.mean[name], wanted.mean[name], 64 * rounding(codec, dtype), inputs[0][name])
+                assert_close(got.mean[name], expected.mean[name], 64 * rounding(codec, dtype), inputs[0][name])
 
 
 @each(CODECS)
@@ -334,14 +334,14 @@ def test_buckets_may_be_in_flight_at_once(codec: Codec, dtype: torch.dtype) -> N
     buckets = [names[:2], names[2:5], names[5:]]
     for step in range(3):
         inputs = alone.inputs(step, dtype)
-        wanted: dict[str, Tensor] = {}
+        expected: dict[str, Tensor] = {}
         for bucket in buckets:
-            wanted |= alone.average([{name: given[name] for name in bucket} for given in inputs])[0].mean
+            expected |= alone.average([{name: given[name] for name in bucket} for given in inputs])[0].mean
         exchanges = [
             at_once([codec.average({name: given[name] for name in bucket}, state) for bucket in buckets])
             for given, state in zip(inputs, together.states, strict=True)
         ]
-        assert same_bits(lockstep(exchanges)[0].mean, wanted)
+        assert same_bits(lockstep(exchanges)[0].mean, expected)
     assert all(same_bits(a, b) for a, b in zip(alone.states, together.states, strict=True))
 
 
@@ -406,10 +406,10 @@ def test_equal_inputs_give_the_result_of_one_worker(codec: Codec, workers: int) 
     many, alone = World(codec, workers), World(codec, 1)
     for step in range(3):
         inputs = alone.inputs(step)
-        wanted = alone.average(inputs)[0]
+        expected = alone.average(inputs)[0]
         for end in many.average(inputs * workers):
-            assert same_bits(end.mean, wanted.mean)
-            assert same_bits(end.own(), wanted.own())
+            assert same_bits(end.mean, expected.mean)
+            assert same_bits(end.own(), expected.own())
 
 
 @each([codec for codec in CODECS if "fp16" not in repr(codec)])
@@ -418,9 +418,9 @@ def test_the_scale_of_the_input_does_not_matter(codec: Codec, scale: float) -> N
     world, scaled = World(codec, 3), World(codec, 3)
     for step in range(4):
         inputs = [{name: t.contiguous() for name, t in given.items()} for given in world.inputs(step)]
-        wanted = world.average(inputs)
+        expected = world.average(inputs)
         got = scaled.average([{name: t * scale for name, t in given.items()} for given in inputs])
-        for a, b in zip(got, wanted, strict=True):
+        for a, b in zip(got, expected, strict=True):
             assert bool(a.finite())
             for name in b.mean:  # a power of two changes only the exponent
                 assert torch.equal(a.mean[name], b.mean[name] * scale)
