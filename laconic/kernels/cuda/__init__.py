@@ -1,1 +1,1 @@
-"""Fused paths on CUDA, in Triton."""
+"""PowerSGD on CUDA: Triton kernels (`triton_*.py`) and their host side."""
