@@ -96,17 +96,6 @@ def _span(t: Tensor) -> tuple[int, int]:
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
-def as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient of a DDP bucket with the strides of its parameter.
-
-    DDP writes gradients in the memory layout of their parameters, but passes each one to a hook as if it were
-    row-major. For a transposed or channels_last parameter that is a different matrix.
-    """
-    if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
-        return gradient  # DDP keeps the layout only if the strides are a permutation of row-major strides
-    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
-
-
 def in_buckets(tensors: Mapping[str, Tensor], cap_bytes: int = 25 << 20) -> list[list[str]]:
     """Group names into buckets of at most `cap_bytes`, each of one dtype and device, in their order.
 
