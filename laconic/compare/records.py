@@ -13,7 +13,7 @@ from typing import Any
 import laconic
 from laconic.compare.files import versions
 from laconic.compare.progress import Ending, Progress, Tail, progress_file
-from laconic.compare.reporter import SMOOTHED, about_file, seconds_file
+from laconic.compare.reporter import ABOUT, SMOOTHED, seconds_file
 from laconic.compare.settings import LabError, Run
 
 MOST_POINTS = 400
@@ -110,7 +110,7 @@ def _parameters(run: Run, folder: Path, reports: Sequence[Sequence[Progress]]) -
             f"{run.title}: it ended without a report from every worker. Call session.report(loss=...) after each step "
             "on every worker, where session = laconic.attach(laconic.plan_from_env(), model, optimizer)."
         )
-    about = json.loads(about_file(folder).read_text())
+    about = json.loads((folder / ABOUT).read_text())
     if about["plan"] != repr(laconic.plan(run.plan)):
         raise LabError(
             f"{run.title}: it was started with plan {laconic.plan(run.plan)} and ran {about['plan']}. "
