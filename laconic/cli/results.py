@@ -7,7 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from laconic.compare.files import temporary_beside, write_whole
+from laconic.compare.files import write_temporary, write_whole
 from laconic.compare.records import Outcome, as_json
 from laconic.compare.settings import LabError
 from laconic.compare.units import human_bytes, times_fewer
@@ -54,7 +54,7 @@ def check_writable(path: Path, option: str = "--json") -> None:
         example = path / {"--json": "results.json", "--png": "results.png"}.get(option, "results.html")
         raise LabError(f"{option} {path}: that is a folder. Name a file in it, such as {example}.")
     try:
-        temporary_beside(path).unlink()
+        write_temporary(path).unlink()
     except OSError as error:
         raise LabError(
             f"{option} {path}: no file can be written in {path.absolute().parent} ({error.strerror}). "

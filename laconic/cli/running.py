@@ -113,22 +113,13 @@ def _run_launched(runs: Sequence[Run], options: CommandOptions, view: View, unfi
         outcomes = list(takewhile(lambda outcome: outcome.clock == network.clock, known))
         if outcomes:
             view.say(f"going on after {len(outcomes)} of {len(runs)} plans, finished before; --fresh starts anew")
-        with _shown(view):
+        with view.running():
             for index, run in list(enumerate(runs))[len(outcomes) :]:
                 outcomes.append(_launch(run, network, view, index))
                 view.finish(outcomes[-1])
                 if len(runs) > 1:
                     unfinished.save(outcomes)
     return outcomes
-
-
-@contextmanager
-def _shown(view: View) -> Iterator[None]:
-    view.start()
-    try:
-        yield
-    finally:
-        view.close()
 
 
 @contextmanager
@@ -163,7 +154,7 @@ def _run_in_place(runs: Sequence[Settings], view: View, place: Place) -> list[Ou
     dist.init_process_group("gloo", timeout=lab.TIMEOUT)
     outcomes = []
     try:
-        with _shown(view):
+        with view.running():
             for index, run in enumerate(runs):
                 with run_folder() as folder:
                     write_goal(folder, run.goal, computed=None)

@@ -3,7 +3,8 @@
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -39,17 +40,16 @@ class View:
     def say(self, line: str) -> None:
         """Show a message about the whole command."""
 
-    def start(self) -> None:
-        """Start, before the first run."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Show progress while the block runs."""
+        yield
 
     def progress(self, row: Row, progress: Progress) -> None:
         """Show the progress of a worker."""
 
     def finish(self, outcome: Outcome) -> None:
         """Show the end of a run."""
-
-    def close(self) -> None:
-        """Stop, after the last run or after an error."""
 
     def results(self, outcomes: Sequence[Outcome]) -> None:
         """Show the closing table."""
@@ -107,19 +107,17 @@ class LiveView(View):
         """Print a line above the table."""
         self._console.print(line, markup=False, soft_wrap=True)
 
-    def start(self) -> None:
-        """Start to draw."""
-        self._live.start()
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Draw the table; at the end remove it and restore the cursor."""
+        with self._live:
+            yield
 
     def progress(self, row: Row, progress: Progress) -> None:
         """Keep it for the next redraw."""
         if row in self._labels:
             self._latest[row] = progress
             self._losses[row].append(progress.loss)
-
-    def close(self) -> None:
-        """Remove the live table and restore the cursor."""
-        self._live.stop()
 
     def results(self, outcomes: Sequence[Outcome]) -> None:
         """Print the closing table."""

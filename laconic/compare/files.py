@@ -1,8 +1,7 @@
 """Writes result files, completely or not at all."""
 
-import os
 import platform
-import tempfile
+import uuid
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,20 +15,12 @@ def versions() -> dict[str, str]:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file, or leave the old one unchanged: write a temporary file, then rename it."""
-    temporary = temporary_beside(path)
-    temporary.write_bytes(content)
-    temporary.chmod(0o666 & ~_umask())
-    temporary.replace(path)
+    write_temporary(path, content).replace(path)
 
 
-def temporary_beside(path: Path) -> Path:
-    """Make an empty temporary file in the same folder."""
-    handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    os.close(handle)
-    return Path(name)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def write_temporary(path: Path, content: bytes = b"") -> Path:
+    """Write a new file in the same folder, and return its path."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    with temporary.open("xb") as file:
+        file.write(content)
+    return temporary

@@ -2,7 +2,6 @@
 
 import array
 import json
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +12,7 @@ from typing import Any
 import laconic
 from laconic.compare.files import versions
 from laconic.compare.progress import Ending, Progress, Tail, progress_file
-from laconic.compare.reporter import SMOOTHED, about_file, seconds_file
+from laconic.compare.reporter import ABOUT, SMOOTHED, seconds_file
 from laconic.compare.settings import LabError, Run
 
 MOST_POINTS = 400
@@ -110,7 +109,7 @@ def _parameters(run: Run, folder: Path, reports: Sequence[Sequence[Progress]]) -
             f"{run.title}: it ended without a report from every worker. Call session.report(loss=...) after each step "
             "on every worker, where session = laconic.attach(laconic.plan_from_env(), model, optimizer)."
         )
-    about = json.loads(about_file(folder).read_text())
+    about = json.loads((folder / ABOUT).read_text())
     if about["plan"] != repr(laconic.plan(run.plan)):
         raise LabError(
             f"{run.title}: it was started with plan {laconic.plan(run.plan)} and ran {about['plan']}. "
@@ -167,15 +166,6 @@ def waiting_share(seconds: Sequence[Sequence[float]]) -> float:
 
 
 def as_json(outcomes: Sequence[Outcome]) -> str:
-    """A JSON list with one object for each outcome."""
-    rows = [_finite(asdict(outcome) | {"versions": versions()}) for outcome in outcomes]
-    return json.dumps(rows, indent=1, allow_nan=False) + "\n"
-
-
-def _finite(value: object) -> object:
-    """Replace NaN and infinity, which JSON does not have, by null."""
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """A JSON list with one object for each outcome. NaN and infinity, which JSON does not have, become null."""
+    rows = json.dumps([asdict(outcome) | {"versions": versions()} for outcome in outcomes])
+    return json.dumps(json.loads(rows, parse_constant=lambda name: None), indent=1, allow_nan=False) + "\n"

@@ -32,28 +32,21 @@ from laconic.session.observers import StepObserver
 from laconic.session.session import Session
 
 FOLDER = "LACONIC_REPORT"
+GOAL = "goal.json"
+ABOUT = "about.json"  # where worker 0 writes the plan and the number of parameters
 SMOOTHED = 8  # reports in the mean that is compared with the target loss
 CHECKED_EVERY = 4  # reports; workers do not wait for each other in between
-
-
-def seconds_file(folder: Path, worker: int) -> Path:
-    """The file to which a worker writes the seconds of each collective, as doubles."""
-    return folder / f"worker-{worker}.seconds"
-
-
-def about_file(folder: Path) -> Path:
-    """The file to which worker 0 writes the plan and the number of parameters."""
-    return folder / "about.json"
 
 
 def write_goal(folder: Path, goal: Goal, computed: Link | None) -> None:
     """Write what the reporters of a run need: its goal, and the link whose time they compute, if any."""
     told = {"goal": asdict(goal), "computed": None if computed is None else str(computed)}
-    _goal_file(folder).write_text(json.dumps(told))
+    (folder / GOAL).write_text(json.dumps(told))
 
 
-def _goal_file(folder: Path) -> Path:
-    return folder / "goal.json"
+def seconds_file(folder: Path, worker: int) -> Path:
+    """The file to which a worker writes the seconds of each collective, as doubles."""
+    return folder / f"worker-{worker}.seconds"
 
 
 def from_env() -> CompareReporter | None:
@@ -66,7 +59,7 @@ class CompareReporter(StepObserver):
     """Writes the progress of one worker, and tells the training when to stop."""
 
     def __init__(self, folder: Path) -> None:
-        told = json.loads(_goal_file(folder).read_text())
+        told = json.loads((folder / GOAL).read_text())
         self._folder = folder
         self._goal = Goal(**told["goal"])
         self._computed = None if told["computed"] is None else link(told["computed"])
@@ -78,7 +71,8 @@ class CompareReporter(StepObserver):
         importlib.import_module("torch._dynamo")  # an optimizer's first step would: a second that is not its own
         if self._worker == 0:
             parameters = sum(p.numel() for p in session.parameters.values())
-            about_file(self._folder).write_text(json.dumps({"plan": repr(session.plan), "parameters": parameters}))
+            about = {"plan": repr(session.plan), "parameters": parameters}
+            (self._folder / ABOUT).write_text(json.dumps(about))
         self._file = progress_file(self._folder, self._worker).open("w", buffering=1)
         seconds = seconds_file(self._folder, self._worker).open("wb", buffering=0)
         self._times = TimedLedger(session.ledger, self._computed, seconds)
@@ -86,7 +80,7 @@ class CompareReporter(StepObserver):
         self._check = StopCheck(self._goal, control)
         if control is not None:
             dist.barrier(control)
-        self._interface_before = interface_bytes()
+        self._interface_before = interface_bytes() or 0
         self._began = time.perf_counter()
 
     def report(self, session: Session, loss: float | Tensor, tokens: int) -> bool:
@@ -117,9 +111,7 @@ class CompareReporter(StepObserver):
             seconds=seconds,
             wire_bytes=ledger.wire_bytes,
             framing_bytes=times.framing_bytes,
-            interface_bytes=None
-            if counted is None or self._interface_before is None
-            else counted - self._interface_before,
+            interface_bytes=None if counted is None else counted - self._interface_before,
             communication_s=min(times.busy_s + times.link_s, seconds),
             link_s=times.link_s,
             level_bytes={name: total.wire_bytes for name, total in ledger.totals(by="level").items()},

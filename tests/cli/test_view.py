@@ -4,7 +4,6 @@ import io
 import sys
 from dataclasses import replace
 
-import pytest
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
@@ -58,13 +57,11 @@ def test_the_live_table_fits_eighty_columns_and_shows_runs_that_wait(monkeypatch
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     view = LiveView(LABELS)
-    view.start()
-    for step in range(1, 101):
-        view.progress(
-            Row(0, 0), replace(NOW, step=step, loss=5 - step / 50, communication_s=0.25, wire_bytes=1_500_000)
-        )
-    view.progress(Row(0, 3), NOW)
-    view.close()
+    now = replace(NOW, communication_s=0.25, wire_bytes=1_500_000)
+    with view.running():
+        for step in range(1, 101):
+            view.progress(Row(0, 0), replace(now, step=step, loss=5 - step / 50))
+        view.progress(Row(0, 3), NOW)
     text = screen.getvalue()
     for words in ("ddp()", "▇▆▅▄", "100/200", "3.000", "1,234", "25%", "5 kB", "1.50", "1s", "power_sgd(rank=4)"):
         assert words in text
@@ -86,9 +83,9 @@ def test_a_sparkline_skips_nonfinite_values():
     assert sparkline([float("nan"), 2.0, 1.0], width=8) == "█▁"
 
 
-@pytest.mark.parametrize("call", ["start", "close"])
-def test_the_base_view_shows_nothing(call, capsys):
-    getattr(View(), call)()
-    View().progress(Row(0, 0), NOW)
-    View().say("something")
+def test_the_base_view_shows_nothing(capsys):
+    view = View()
+    with view.running():
+        view.progress(Row(0, 0), NOW)
+        view.say("something")
     assert capsys.readouterr().out == ""

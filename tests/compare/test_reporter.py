@@ -19,12 +19,12 @@ from laconic.compare.launch import REPORTER
 from laconic.compare.links import link
 from laconic.compare.progress import Goal, Tail, progress_file
 from laconic.compare.reporter import (
+    ABOUT,
     CHECKED_EVERY,
     FOLDER,
     CompareReporter,
     StopCheck,
     TimedLedger,
-    about_file,
     control_group,
     from_env,
     seconds_file,
@@ -147,7 +147,7 @@ def reported_training(worker: int, folder: str) -> int:
 def test_each_worker_reports_its_steps_and_stops_at_the_goal(tmp_path: Path):
     write_goal(tmp_path, Goal(steps=6), computed=link("8mbit", workers=2))
     assert run_workers(reported_training, workers=2, args=(str(tmp_path),)) == [6, 6]
-    assert json.loads(about_file(tmp_path).read_text()) == {"plan": "post_local_sgd(period=2)", "parameters": 72}
+    assert json.loads((tmp_path / ABOUT).read_text()) == {"plan": "post_local_sgd(period=2)", "parameters": 72}
     for worker in (0, 1):
         told = Tail(progress_file(tmp_path, worker)).read()
         assert [progress.step for progress in told] == [1, 2, 3, 4, 5, 6]
@@ -179,4 +179,4 @@ def test_all_workers_of_a_sharded_model_stop_together(tmp_path):
     assert run_workers(sharded_training, workers=4, args=(str(tmp_path),)) == [(8, 2)] * 4
     lasts = [Tail(progress_file(tmp_path, worker)).read()[-1] for worker in range(4)]
     assert {last.ended for last in lasts} == {"steps"}
-    assert json.loads(about_file(tmp_path).read_text())["parameters"] == 72
+    assert json.loads((tmp_path / ABOUT).read_text())["parameters"] == 72

