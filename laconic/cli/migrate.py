@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:  # LibCST is optional, and only this command needs it
-    from laconic.migrate import Finding
+from laconic.checkpoint.atomic_write import write_atomically
+
+if TYPE_CHECKING:
+    from laconic.migrate import Script
 
 
 def migrate(
@@ -20,60 +23,48 @@ def migrate(
     Exit code 0: nothing to do. 1: findings are left (after --write: those that it does not change). 2: a file is
     missing or is not Python; the other files are still read.
     """
+    raise typer.Exit(max(_migrate_one(file, write) for file in files))
+
+
+def _migrate_one(file: Path, write: bool) -> int:
+    """Return the exit code for one file."""
     try:
-        outcomes = [_migrate_one(file, write) for file in files]
-    except ImportError as error:
-        _complain(f"{error}")
-        raise typer.Exit(2) from None
-    raise typer.Exit(2 if None in outcomes else int(any(outcomes)))
+        from laconic.migrate import Script  # LibCST is optional
 
-
-def _migrate_one(file: Path, write: bool) -> int | None:
-    """Return the number of findings left in a file; `None` if it could not be read or written."""
-    from laconic import migrate as scripts
-
-    try:
-        script = scripts.read_script(file)
-        findings = scripts.check(script)
-        changed = scripts.rewrite(script) if write else script
-        is_changed = changed.text != script.text
-        left = scripts.check(changed) if is_changed else findings
-        if is_changed:
-            scripts.write(changed)
+        if file.suffix == ".ipynb":
+            raise ValueError(
+                f"{file}: a notebook is not a script. Export it: jupyter nbconvert --to script {file.name}"
+            )
+        script = Script(file.read_bytes(), str(file))
+        changed = script.rewritten() if write else script.code
+        left = len(Script(changed, str(file)).findings)
+        if changed != script.code:
+            write_atomically(os.path.realpath(file), changed)  # a link stays one
     except FileNotFoundError:
-        _complain(f"{file}: there is no such file. Give the path of a training script.")
-        return None
+        typer.echo(f"{file}: there is no such file. Give the path of a training script.", err=True)
+        return 2
     except OSError as error:
-        _complain(f"{file}: {error.strerror or error}. It must be a file that can be read, and written for --write.")
-        return None
-    except scripts.ScriptError as error:
-        _complain(str(error))
-        return None
-    for finding in findings:
-        _show(file, finding, is_changed and finding.kind == "import")
-    _close(file, scripts.remaining(findings), len(scripts.remaining(left)), len(findings), is_changed)
-    return len(scripts.remaining(left))
+        reason = error.strerror or error
+        typer.echo(f"{file}: {reason}. It must be a file that can be read, and written for --write.", err=True)
+        return 2
+    except (ImportError, ValueError) as error:
+        typer.echo(f"{error}", err=True)
+        return 2
+    _show(file, script, left, changed != script.code)
+    return int(left > 0)
 
 
-def _show(file: Path, finding: Finding, is_done: bool) -> None:
-    state = "changed" if is_done else finding.kind
-    rule = "" if finding.rule == finding.kind else f" ({finding.rule})"
-    typer.echo(f"{file}:{finding.line}:{finding.column}: {state}{rule}: {finding.wrote}")
-    typer.echo(f"    {finding.why}.")
-    typer.echo(f"    {finding.way_out}")
-
-
-def _close(file: Path, found: list[Finding], left: int, listed: int, was_written: bool) -> None:
-    """Print the last line: what was found, or what was written and is left."""
-    imports = sum(finding.kind == "import" for finding in found)
-    if not listed:
+def _show(file: Path, script: Script, left: int, is_written: bool) -> None:
+    for each in script.findings:
+        kind = "changed" if is_written and each.kind == "import" else each.kind
+        rule = "" if each.rule == each.kind else f" ({each.rule})"
+        typer.echo(f"{file}:{each.line}:{each.column}: {kind}{rule}: {each.wrote}")
+        typer.echo(f"    {each.why}.\n    {each.way_out}")
+    imports = sum(each.kind == "import" for each in script.findings)
+    hint = "; --write changes the imports" if imports else ""
+    if not script.findings:
         typer.echo(f"{file}: nothing to change.")
-    elif was_written:
-        typer.echo(f"{file}: written, {len(found) - left} settled, {left} left.")
+    elif is_written:
+        typer.echo(f"{file}: written, {len(script.findings) - left} settled, {left} left.")
     else:
-        hint = "; --write changes the imports" if imports else ""
-        typer.echo(f"{file}: imports to change: {imports}, others: {len(found) - imports}{hint}.")
-
-
-def _complain(message: str) -> None:
-    typer.echo(message, err=True)
+        typer.echo(f"{file}: imports to change: {imports}, others: {len(script.findings) - imports}{hint}.")
