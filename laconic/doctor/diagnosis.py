@@ -16,7 +16,7 @@ from laconic.compare.settings import usable_cores
 from laconic.doctor import backends, limits, network, versions
 from laconic.doctor.data import check_data, compare_data
 from laconic.doctor.finding import Finding, from_json, has_problem, merged, ok, problem
-from laconic.doctor.links import Link, check_links, measure_link
+from laconic.doctor.links import MeasuredLink, check_links, measure_link
 from laconic.doctor.peers import CONNECT_S, NoStoreError, Peers, find_peers, first_line, host_id
 from laconic.doctor.script_findings import check_exits, check_handshake, check_injected
 from laconic.doctor.script_run import ScriptRun, WorkerExit, exit_from_json, run_as_worker, run_here
@@ -123,7 +123,7 @@ def _connections(peers: Peers) -> list[Finding]:
     if any(_errors(links)):
         return [_not_connected(_errors(links))]
     connected = ok("connections", "every worker connects to every other over gloo")
-    return [connected, check_links([Link(**each) for each in links])]
+    return [connected, check_links([MeasuredLink(**each) for each in links])]
 
 
 def _errors(values: Sequence[object]) -> list[str]:

@@ -20,7 +20,7 @@ FAST_BITS_PER_S = 1e9  # a transfer takes too little time on faster links to com
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """The measured link between two workers."""
 
     first: int
@@ -32,12 +32,12 @@ class Link:
         return f"{self.first}-{self.second} ({rate(self.bits_per_s)}, {self.round_trip_s * 1e3:.1f} ms)"
 
 
-def measure_link(worker: int, workers: int) -> Link:
+def measure_link(worker: int, workers: int) -> MeasuredLink:
     """Measure the link to the next worker, on the default group. All workers measure at once, as in an all_reduce."""
     following, previous = (worker + 1) % workers, (worker - 1) % workers
     ping_s = min(_round_trip(following, previous, PING_BYTES) for _ in range(REPEATS))
     transfer_s = min(_round_trip(following, previous, TRANSFER_BYTES) for _ in range(REPEATS))
-    return Link(worker, following, ping_s, 16 * TRANSFER_BYTES / max(transfer_s - ping_s, transfer_s / 10))
+    return MeasuredLink(worker, following, ping_s, 16 * TRANSFER_BYTES / max(transfer_s - ping_s, transfer_s / 10))
 
 
 def _round_trip(following: int, previous: int, size: int) -> float:
@@ -56,7 +56,7 @@ def _round_trip(following: int, previous: int, size: int) -> float:
     return took
 
 
-def check_links(links: Sequence[Link]) -> Finding:
+def check_links(links: Sequence[MeasuredLink]) -> Finding:
     """Check that no link is much slower than most."""
     usual = median(link.bits_per_s for link in links)
     slowest = min(links, key=lambda link: link.bits_per_s)

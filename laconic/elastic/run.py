@@ -28,7 +28,7 @@ from laconic.elastic.rendezvous import Member, Membership
 from laconic.elastic.snapshot import Committed, Stateful
 from laconic.elastic.state_transfer import transfer
 from laconic.elastic.step import CommitClock, Step
-from laconic.elastic.world import World
+from laconic.elastic.world import ElasticWorld
 from laconic.values import is_whole
 
 logger = logging.getLogger("laconic.elastic")
@@ -48,7 +48,7 @@ class Run:
 
     def __init__(
         self,
-        world: World,
+        world: ElasticWorld,
         session: Session,
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],

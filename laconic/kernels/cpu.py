@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class MatrixBatch:
     """Matrices of one shape: [batch, rows, columns] views of gradients and residuals."""
 
     names: list[str]
@@ -82,7 +82,7 @@ def _add_missing(tensors: Tensors, residual: dict[str, Tensor]) -> None:
             residual[name] = piece.view(t.shape)
 
 
-def _batches(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor]) -> list[Batch]:
+def _batches(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor]) -> list[MatrixBatch]:
     by_shape: dict[tuple[int, int], list[str]] = {}
     for name, t in tensors.items():
         by_shape.setdefault((t.shape[0], t.shape[1:].numel()), []).append(name)
@@ -93,9 +93,9 @@ def _batches(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor]) -> l
         rank = min(codec.rank, *shape)
         # At rank 1 a batched product may round differently from single ones, and a resumed run must repeat the bits.
         if rank > 1 and m is not None and e is not None:
-            batches.append(Batch(names, m, e, rank))
+            batches.append(MatrixBatch(names, m, e, rank))
         else:
-            batches += [Batch([n], tensors[n].view(1, *shape), residual[n].view(1, *shape), rank) for n in names]
+            batches += [MatrixBatch([n], tensors[n].view(1, *shape), residual[n].view(1, *shape), rank) for n in names]
     return batches
 
 
@@ -114,14 +114,14 @@ def _batched_view(values: list[Tensor], shape: tuple[int, int]) -> Tensor | None
     return first.as_strided((len(values), *shape), (step, shape[1], 1), first.storage_offset())
 
 
-def _known(b: Batch, known: dict[str, Tensor], codec: LowRank, factors: Factors) -> Tensor:
+def _known(b: MatrixBatch, known: dict[str, Tensor], codec: LowRank, factors: Factors) -> Tensor:
     """Return the orthonormal factors that all workers hold already, [batch, columns or rows, rank]."""
     shape = torch.Size(b.m.shape[1:])
     found = [known[n] if n in known else codec.first_q(n, shape, factors, b.m) for n in b.names]
     return orthonormal(torch.stack(found))
 
 
-def _products(batches: list[Batch], factors: list[Tensor], of_q: bool, add: bool = False) -> Tensor:
+def _products(batches: list[MatrixBatch], factors: list[Tensor], of_q: bool, add: bool = False) -> Tensor:
     """Return one message with P = M Q, or Q = Mᵀ P, of all batches. With `add`, first compute M in the memory of G."""
     message = batches[0].m.new_empty(sum(prod(b.factor_shape(of_q)) for b in batches))
     for b, factor, product in zip(batches, factors, _split(message, batches, of_q), strict=True):
@@ -131,13 +131,13 @@ def _products(batches: list[Batch], factors: list[Tensor], of_q: bool, add: bool
     return message
 
 
-def _split(message: Tensor, batches: list[Batch], of_q: bool) -> list[Tensor]:
+def _split(message: Tensor, batches: list[MatrixBatch], of_q: bool) -> list[Tensor]:
     shapes = [b.factor_shape(of_q) for b in batches]
     pieces = message.split([prod(shape) for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def _keep(b: Batch, x: Tensor, known: dict[str, Tensor], even_zero: bool = False) -> None:
+def _keep(b: MatrixBatch, x: Tensor, known: dict[str, Tensor], even_zero: bool = False) -> None:
     """Store factors for the next call; a zero factor, of a matrix without gradient, does not replace an older one."""
     used = [True] * len(b.names) if even_zero else (x != 0).flatten(1).any(1).tolist()
     for name, factor, is_used in zip(b.names, x, used, strict=True):

@@ -10,7 +10,7 @@ from laconic.doctor import backends, data, limits, network, versions
 from laconic.doctor.backends import Backends
 from laconic.doctor.diagnosis import check_machine
 from laconic.doctor.finding import Finding, from_json, has_problem, merged, ok, problem
-from laconic.doctor.links import Link, check_links
+from laconic.doctor.links import MeasuredLink, check_links
 from laconic.doctor.network import Host
 
 HERE = {"python": "3.12.1", "torch": "2.13.0+cpu", "laconic": "0.1.0"}
@@ -193,11 +193,11 @@ class TestData:
 
 class TestLinks:
     def test_one_slow_link(self):
-        links = [Link(worker, (worker + 1) % 4, 0.001, 1e9) for worker in range(4)]
+        links = [MeasuredLink(worker, (worker + 1) % 4, 0.001, 1e9) for worker in range(4)]
         assert check_links(links).verdict == "ok"
-        fast = [Link(worker, (worker + 1) % 4, 0.001, 1e11) for worker in range(4)]
-        assert check_links([*fast, Link(0, 1, 0.001, 2e9)]).verdict == "ok", "too fast to compare"
-        found = check_links([*links[:2], Link(2, 3, 0.2, 1e7), links[3]])
+        fast = [MeasuredLink(worker, (worker + 1) % 4, 0.001, 1e11) for worker in range(4)]
+        assert check_links([*fast, MeasuredLink(0, 1, 0.001, 2e9)]).verdict == "ok", "too fast to compare"
+        found = check_links([*links[:2], MeasuredLink(2, 3, 0.2, 1e7), links[3]])
         assert found.verdict == "warning"
         assert "slowest link 2-3 (10 Mbit/s, 200.0 ms)" in found.found
 

@@ -9,7 +9,7 @@ import pytest
 
 from laconic.doctor.diagnosis import check_as_worker
 from laconic.doctor.finding import Finding
-from laconic.doctor.links import Link, measure_link
+from laconic.doctor.links import MeasuredLink, measure_link
 from laconic.doctor.script_run import ScriptRun
 from tests.workers import free_port, run_workers
 
@@ -23,7 +23,7 @@ raise SystemExit("attach returned")
 """
 
 
-def _measure(worker: int) -> Link:
+def _measure(worker: int) -> MeasuredLink:
     return measure_link(worker, 3)
 
 
