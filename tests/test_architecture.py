@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "torch_private": {"values"},
     "ledger": {"values"},
     "plans": {"values", "codecs", "comm.requests"},
-    "codecs": {"values", "kernels", "comm.requests"},
+    "codecs": {"values", "kernels", "comm.requests", "torch_private.codecs"},
     "kernels": {"codecs", "comm.requests"},
     "comm": {"values", "ledger", "torch_private", "codecs", "plans.schedules", "checks.errors", "checks.outliers"},
     "checks": {"values", "comm", "codecs"},
