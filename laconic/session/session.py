@@ -152,7 +152,8 @@ class Session:
         Call it after each step, or each few, on every worker. `tokens` are how many the step used on this worker.
         Without observers it does nothing and returns False.
         """
-        return any([observer.report(self, loss, tokens) for observer in self._observers])
+        stops = [observer.report(self, loss, tokens) for observer in self._observers]  # every one gets it
+        return any(stops)
 
     def stop_on(self, *signals: signal.Signals, every_s: float = 0.5) -> None:
         """Stop on these signals, by default SIGTERM. Every worker calls it, before the first step.
