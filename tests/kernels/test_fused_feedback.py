@@ -1,15 +1,11 @@
 """The fused paths against the plain composition that they replace: `ErrorFeedback(LowRank)`.
 
-The tests run the in-place products on the CPU, the Triton kernels on a GPU (`pytest -m gpu`), and the Triton kernels in
-Triton's interpreter if it is installed.
+The tests run the in-place products on the CPU and the Triton kernels on a GPU (`pytest -m gpu`).
 """
 
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,21 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.codecs import ByShape, ErrorFeedback, Exact, LowRank
+from laconic.codecs import ByShape, ErrorFeedback, LowRank
 from laconic.codecs.orthonormal import orthonormal
-from laconic.comm.lockstep import lockstep
 from laconic.comm.requests import State
-
-HAS_GPU = torch.cuda.is_available()
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no GPU here")])]
-
-SHAPES: dict[str, list[tuple[int, ...]]] = {
-    "square": [(64, 64)],
-    "odd": [(37, 53), (129, 65), (33, 200), (301, 35)],
-    "repeated": [(48, 40), (48, 40), (48, 40), (48, 40), (48, 40), (40, 48), (40, 48), (40, 48)],
-    "convolution": [(64, 16, 3, 3), (32, 64, 1, 1)],
-    "tall and wide": [(2500, 34), (34, 1500)],
-}
+from tests.kernels.gradients import DEVICES, SHAPES, close, inputs, run
 
 
 def each_shape(quick: Sequence[str]) -> pytest.MarkDecorator:
@@ -45,42 +30,6 @@ def each_rank(ranks: Sequence[int], quick: Sequence[int]) -> pytest.MarkDecorato
     return pytest.mark.parametrize(
         "rank", [pytest.param(rank, marks=[] if rank in quick else [pytest.mark.slow]) for rank in ranks]
     )
-
-
-def inputs(
-    shapes: Sequence[tuple[int, ...]], workers: int, step: int, device: str, dtype: torch.dtype
-) -> list[dict[str, Tensor]]:
-    """Return gradients in one flat bucket for each worker: fixed directions with a ratio of 4, and a little noise.
-
-    On noise alone power iteration does not converge, and any two implementations diverge.
-    """
-    result = []
-    for worker in range(workers):
-        fixed = torch.Generator().manual_seed(worker)
-        noise = torch.Generator().manual_seed(1000 * step + worker + 1)
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        flat = 1e-3 * torch.randn(sum(sizes), generator=noise)
-        for piece, shape in zip(flat.split(sizes), shapes, strict=True):
-            matrix = piece.view(shape[0], -1)
-            for power in range(min(6, *matrix.shape)):
-                u = torch.randn(matrix.shape[0], generator=fixed)
-                v = torch.randn(matrix.shape[1], generator=fixed)
-                matrix += 0.25**power * torch.outer(u, v) * (1 + 0.1 * torch.randn((), generator=noise))
-        pieces = flat.to(device=device, dtype=dtype).split(sizes)
-        result.append({f"w{i}": p.view(shape) for i, (p, shape) in enumerate(zip(pieces, shapes, strict=True))})
-    return result
-
-
-def run(codec: Any, tensors: list[dict[str, Tensor]], states: list[State], fast: bool) -> list[dict[str, Tensor]]:
-    given = tensors if fast else copy.deepcopy(tensors)
-    ends = lockstep([codec.average(t, s, reuse=fast) for t, s in zip(given, states, strict=True)])
-    return [end.mean for end in ends]
-
-
-def close(a: Tensor, b: Tensor, tolerance: float, of: Tensor | None = None) -> None:
-    a, b = a.double().cpu(), b.double().cpu()
-    size = float((b if of is None else of.double()).norm())
-    assert float((a - b).norm()) <= tolerance * size + 1e-30, f"off by {(a - b).norm() / size:.2e}"
 
 
 @pytest.mark.parametrize("rounds", ["two", "alternating"])
@@ -152,62 +101,6 @@ def test_matrices_and_the_rest_in_one_exchange_equal_the_plain_composition(devic
         if step == 3:
             assert all(torch.equal(fast[0]["codec"]["residual"][name], x) for name, x in kept.items())
     assert ("_bound" in fast[0]["codec"]["inner"]) == (device == "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not HAS_GPU, reason="no GPU here")
-@pytest.mark.parametrize("rounds", ["two", "alternating"])
-def test_cuda_graphs_give_the_same_bits(monkeypatch, rounds):
-    from laconic.kernels.cuda import launches  # needs Triton
-
-    codec = ByShape(ErrorFeedback(LowRank(4, min_compression=0, rounds=rounds)))
-    one_by_one: list[State] = [{}]
-    graphs: list[State] = [{}]
-    for step in range(8):
-        tensors = inputs([*SHAPES["odd"], *SHAPES["repeated"]], 1, step, "cuda", torch.float32)
-        monkeypatch.setattr(launches, "GRAPHS", False)
-        expected = run(codec, copy.deepcopy(tensors), one_by_one, fast=True)[0]
-        monkeypatch.setattr(launches, "GRAPHS", True)
-        got = run(codec, tensors, graphs, fast=True)[0]
-        for name, mean in expected.items():
-            assert torch.equal(got[name], mean)
-    bucket = next(iter(graphs[0]["codec"]["inner"]["_fused"].values()))
-    assert all(sequence._graph is not None for sequence in bucket._sequences.values())
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not HAS_GPU, reason="no GPU here")
-@pytest.mark.parametrize("graphs", [True, False])
-def test_the_kernels_can_be_captured_in_the_callers_graph(monkeypatch, graphs):
-    from laconic.kernels.cuda import launches  # needs Triton
-
-    monkeypatch.setattr(launches, "GRAPHS", graphs)
-    codec = ByShape(ErrorFeedback(LowRank(4, min_compression=0, rounds="two")))
-    tensors = inputs(SHAPES["odd"], 1, 0, "cuda", torch.float32)
-    given = copy.deepcopy(tensors[0])
-    captured: list[State] = [{}]
-    eager: list[State] = [{}]
-
-    def step() -> None:
-        torch._foreach_copy_(list(tensors[0].values()), list(given.values()))
-        run(codec, tensors, captured, fast=True)
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for _ in range(4):
-        graph.replay()
-    for _ in range(7):
-        expected = copy.deepcopy(given)
-        run(codec, [expected], eager, fast=True)
-    for name, mean in expected.items():
-        close(tensors[0][name], mean, 1e-5)
 
 
 def _copy(into: State, state: State) -> None:
@@ -336,74 +229,3 @@ def test_a_new_bucket_layout_and_a_restored_state_continue_the_run(device):
             other = [{"codec": copy.deepcopy({"residual": saved["residual"], "inner": inner}), "rest": {}}]
         for name in names:
             close(parts[name], got[name], 1e-4)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not HAS_GPU, reason="no GPU here")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_small_tensors_are_collected_and_averaged_in_place(dtype):
-    states: list[State] = [{}, {}]
-    for step in range(3):
-        shapes = [(7,), (1500,), (1,), (33, 3), (4096,)]
-        plain = [{f"v{i}": torch.randn(s, device="cuda").to(dtype) for i, s in enumerate(shapes)} for _ in range(2)]
-        given = copy.deepcopy(plain)
-        expected = lockstep([Exact().average(t, {}) for t in plain])[0].mean
-        ends = lockstep([Exact().average(t, s, reuse=True) for t, s in zip(given, states, strict=True)])
-        for name, mean in expected.items():
-            assert torch.equal(ends[0].mean[name], mean)
-            assert ends[0].mean[name] is given[0][name]
-        assert "_collected" in states[0], step
-
-
-INTERPRETED = """
-import sys
-import torch
-from laconic.codecs import ByShape, ErrorFeedback, LowRank
-from laconic.codecs.low_rank_state import Factors
-from laconic.comm.lockstep import lockstep
-from laconic.kernels.cuda.collect import Collection
-from laconic.kernels.cuda.fused import bind
-
-torch.manual_seed(0)
-rank, steps = int(sys.argv[1]), int(sys.argv[2])
-for rounds in ("two", "alternating"):
-    codec = LowRank(rank, rounds=rounds, min_compression=0)
-    residual, plain, factors = {}, {}, Factors({})
-    for step in range(steps + 1):
-        matrices = {"a": torch.randn(70, 92), "b": torch.randn(65, 67)}
-        vectors = {"c": torch.randn(1500), "d": torch.randn(7)}
-        given = matrices | vectors
-        copies = {name: t.clone() for name, t in given.items()}
-        kept = {name: t.clone() for name, t in residual.items()}
-        if step == steps:
-            copies["c"][-1] = vectors["c"][-1] = float("nan")
-        expected = lockstep([ByShape(ErrorFeedback(codec)).average(copies, plain)])[0].mean
-        end = lockstep([bind(codec, matrices, vectors, given, residual, factors).exchange()])[0]
-        if step == steps:  # the whole step is void
-            assert not bool(end.finite()) and not any(t.isfinite().any() for t in end.mean.values())
-            assert all(torch.equal(residual[name], t) for name, t in kept.items())
-            continue
-        for name, t in matrices.items():
-            limit = 1e-5 * copies[name].norm()
-            assert (end.mean[name] - expected[name]).norm() <= limit, (rounds, step, name)
-            assert (residual[name] - plain["codec"]["residual"][name]).norm() <= limit, (rounds, step, name)
-        assert bool(end.finite()) and all(torch.equal(end.mean[name], expected[name]) for name in vectors)
-
-small = {name: torch.randn(size) for name, size in (("a", 3), ("b", 1025), ("c", 1))}
-collection = Collection(small)
-flat = collection.gather(small)
-assert torch.equal(flat, torch.cat(list(small.values())))
-collection.scatter(2 * flat)
-assert torch.equal(2 * flat, torch.cat(list(small.values())))
-"""
-
-
-@pytest.mark.parametrize(
-    ("rank", "steps"), [(3, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 3), (16, 2), (64, 2)])]
-)
-def test_the_kernels_in_tritons_interpreter(rank, steps):
-    pytest.importorskip("triton", reason="Triton is not installed")
-    environment = dict(os.environ, TRITON_INTERPRET="1")  # Triton reads it at import, hence a new process
-    command = [sys.executable, "-c", INTERPRETED, str(rank), str(steps)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,10 +1,9 @@
-"""Laws that every codec satisfies: one test for each law, over one list. To add a codec, add it to `CODECS`."""
+"""Laws that every codec satisfies: one test for each law, over the list `CODECS`."""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,107 +11,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.codecs import Batched, ByShape, Codec, ErrorFeedback, Exact, LowRank
 from laconic.comm.dry import dry
-from laconic.comm.lockstep import lockstep
-from laconic.comm.requests import Averaged, State, Tensors
+from laconic.comm.requests import State, Tensors
 from laconic.ledger import Ledger
-from tests.laws.world import World, at_once, carried, in_place, leaves, residuals, same_bits, side_by_side, true_mean
-
-QUICK: list[Codec] = [
-    Exact(),
-    Cast("bf16"),
-    LowRank(rank=2, rounds="alternating"),
-    ErrorFeedback(LowRank(rank=1)),
-    ByShape(LowRank(rank=1)),
-    ByShape(LowRank(rank=4, warm_start=False, seed=7)),
-    ByShape(ErrorFeedback(LowRank(rank=2))),
-    ByShape(ErrorFeedback(LowRank(rank=4, rounds="alternating", min_compression=0))),
-    ByShape(ErrorFeedback(LowRank(rank=2, rounds="alternating")), rest=ErrorFeedback(Cast("fp16"))),
-    ByShape(ErrorFeedback(LowRank(rank=2, rounds="alternating"), subtract="mean")),
-    Batched(ErrorFeedback(LowRank(rank=1))),
-]
-"""One codec of each kind. The tests of all others are marked slow."""
-CODECS: list[Codec] = [
-    *QUICK,
-    Exact(wide=True),
-    Cast("fp16"),
-    LowRank(rank=2),
-    ErrorFeedback(Exact()),
-    ErrorFeedback(Cast("bf16")),
-    ErrorFeedback(Cast("fp16")),
-    ErrorFeedback(LowRank(rank=2, rounds="alternating", min_compression=0)),
-    ByShape(LowRank(rank=2)),
-    ByShape(LowRank(rank=4, min_compression=0)),
-    ByShape(LowRank(rank=1, rounds="alternating")),
-    ByShape(LowRank(rank=4, rounds="alternating", min_compression=1)),
-    ByShape(LowRank(rank=1, warm_start=False)),
-    ByShape(ErrorFeedback(LowRank(rank=1))),
-    ByShape(ErrorFeedback(LowRank(rank=4))),
-    ByShape(ErrorFeedback(LowRank(rank=1, rounds="alternating"))),
-    ByShape(ErrorFeedback(LowRank(rank=2, warm_start=False))),
-    ByShape(ErrorFeedback(LowRank(rank=2)), rest=Cast("bf16")),
-    ByShape(LowRank(rank=2), rest=Exact(wide=True)),
-    ErrorFeedback(ByShape(LowRank(rank=1, rounds="alternating"), rest=Cast("bf16"))),
-    ErrorFeedback(ByShape(LowRank(rank=2))),
-    ErrorFeedback(LowRank(rank=2), subtract="mean"),
-    Batched(LowRank(rank=2)),
-    ErrorFeedback(Batched(LowRank(rank=4, rounds="alternating"))),
-]
-TENSOR_BY_TENSOR = [codec for codec in CODECS if "Batched" not in repr(codec)]
-"""Codecs that encode each tensor by itself. `Batched` makes one matrix of all tensors."""
-FEEDBACK = [codec for codec in CODECS if "ErrorFeedback" in repr(codec)]
-PLAIN_LOW_RANK = [codec for codec in TENSOR_BY_TENSOR if "LowRank" in repr(codec) and codec not in FEEDBACK]
-WARM = [codec for codec in PLAIN_LOW_RANK if "warm_start=False" not in repr(codec)]
-FUSED = [codec for codec in CODECS if "ErrorFeedback(codec=LowRank" in repr(codec) and "subtract" not in repr(codec)]
-"""Codecs with a fused path if the input may be overwritten; it equals the plain code up to rounding."""
-COLD = [codec for codec in CODECS if "warm_start=False" in repr(codec)]
-
-WORLDS = [(1, torch.float16), (2, torch.bfloat16), (3, torch.float64), (4, torch.float32)]
-each_world = pytest.mark.parametrize(("workers", "dtype"), WORLDS, ids=lambda x: str(x).removeprefix("torch."))
-half_and_single = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-
-
-def each(codecs: Sequence[Codec]) -> pytest.MarkDecorator:
-    """Test a law on each codec."""
-    return pytest.mark.parametrize("codec", [_case(codec, repr(codec)) for codec in codecs])
-
-
-def each_path(codecs: Sequence[Codec]) -> pytest.MarkDecorator:
-    """Test a law on each codec, and also on the fused path of those that have one."""
-    ways = [(codec, reuse) for codec in codecs for reuse in ([False, True] if codec in FUSED else [False])]
-    cases = [_case(codec, f"{codec}{'-reuse' if reuse else ''}", reuse) for codec, reuse in ways]
-    return pytest.mark.parametrize(("codec", "reuse"), cases)
-
-
-def _case(codec: Codec, name: str, *values: object) -> Any:
-    return pytest.param(codec, *values, id=name, marks=[] if codec in QUICK else [pytest.mark.slow])
-
-
-RANK_DEFICIENT = {"deficient.weight", "one_row.weight"}
-"""Matrices of lower rank than their factors: rounding decides how these are completed, so results may differ."""
-
-
-def rounding(codec: Codec, dtype: torch.dtype) -> float:
-    """Return the relative error of one rounding in the coarsest dtype involved."""
-    coarse = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    types = [dtype, *(each for word, each in coarse.items() if word in repr(codec))]
-    return max(torch.finfo(each).eps for each in types)
-
-
-def subtracts(codec: Codec) -> str:
-    return "mean" if "subtract='mean'" in repr(codec) else "own"
-
-
-def assert_close(got: Tensor, expected: Tensor, relative: float, scale: Tensor | None = None) -> None:
-    """Compare within `relative` of the largest magnitude: a zero tensor must be exactly zero."""
-    largest = (expected if scale is None else scale).abs().max().item() if expected.numel() else 0.0
-    torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=relative * largest)
-
-
-def run(world: World, steps: Sequence[object], dtype: torch.dtype = torch.float32) -> list[Averaged]:
-    """Run several steps on new tensors and return the results of worker 0."""
-    return [world.average(world.inputs(step, dtype))[0] for step in steps]
+from tests.laws.codecs import (
+    CODECS,
+    COLD,
+    FEEDBACK,
+    FUSED,
+    PLAIN_LOW_RANK,
+    RANK_DEFICIENT,
+    TENSOR_BY_TENSOR,
+    WARM,
+    assert_close,
+    each,
+    each_path,
+    each_world,
+    half_and_single,
+    rounding,
+    subtracts,
+)
+from tests.laws.world import World, carried, in_place, leaves, residuals, same_bits, side_by_side, true_mean
 
 
 @each_path(CODECS)
@@ -286,118 +206,6 @@ def test_planned_bytes_equal_the_recorded_bytes(codec: Codec, dtype: torch.dtype
     assert list(plan.entries) == list(world.ledger.entries)
     assert plan.payload_bytes > 0
     assert not any(entry.payload_bytes == 0 for entry in plan.entries)  # no collective of an empty tensor
-
-
-@each_path(CODECS)
-@half_and_single
-def test_a_resumed_run_repeats_the_bits(codec: Codec, reuse: bool, dtype: torch.dtype) -> None:
-    world = World(codec, 2, reuse)
-    run(world, range(3), dtype)
-    resumed = World(codec, 2, reuse, states=copy.deepcopy(world.states))
-    for step in range(3, 6):
-        inputs = world.inputs(step, dtype)
-        for a, b in zip(world.average(inputs), resumed.average(inputs), strict=True):
-            assert same_bits(a.mean, b.mean)
-    assert all(same_bits(a, b) for a, b in zip(world.states, resumed.states, strict=True))
-
-
-@each(TENSOR_BY_TENSOR)
-def test_state_is_a_tree_of_dicts_keyed_by_parameter(codec: Codec) -> None:
-    world = World(codec, 2)
-    run(world, range(3))
-    for state in world.states:
-        for path, leaf in leaves(state):
-            assert path[-1] in carried(codec)
-            assert type(leaf) in (int, Tensor)
-            assert not (isinstance(leaf, Tensor) and leaf.requires_grad)
-
-
-@each(TENSOR_BY_TENSOR)
-@half_and_single
-def test_the_layout_of_buckets_does_not_matter(codec: Codec, dtype: torch.dtype) -> None:
-    whole, split = World(codec, 2), World(codec, 2)
-    names = carried(codec)
-    for step in range(4):  # another layout at each step
-        inputs = whole.inputs(step, dtype)
-        expected = whole.average(inputs)[0]
-        for bucket in (names[step :: step + 1], [name for name in names if name not in names[step :: step + 1]]):
-            got = split.average([{name: given[name] for name in bucket} for given in inputs])[0]
-            for name in bucket:
-                assert_close(got.mean[name], expected.mean[name], 64 * rounding(codec, dtype), inputs[0][name])
-
-
-@each(CODECS)
-@half_and_single
-def test_buckets_may_be_in_flight_at_once(codec: Codec, dtype: torch.dtype) -> None:
-    alone, together = World(codec, 2), World(codec, 2)
-    names = carried(codec)
-    buckets = [names[:2], names[2:5], names[5:]]
-    for step in range(3):
-        inputs = alone.inputs(step, dtype)
-        expected: dict[str, Tensor] = {}
-        for bucket in buckets:
-            expected |= alone.average([{name: given[name] for name in bucket} for given in inputs])[0].mean
-        exchanges = [
-            at_once([codec.average({name: given[name] for name in bucket}, state) for bucket in buckets])
-            for given, state in zip(inputs, together.states, strict=True)
-        ]
-        assert same_bits(lockstep(exchanges)[0].mean, expected)
-    assert all(same_bits(a, b) for a, b in zip(alone.states, together.states, strict=True))
-
-
-def with_bad_number(inputs: Sequence[Tensors], bad: float, only: str | None = None) -> list[dict[str, Tensor]]:
-    """Write one bad number on the last worker, into each tensor or only into one."""
-    result = [dict(given) for given in inputs]
-    for name, t in inputs[-1].items():
-        if t.numel() and only in (None, name):
-            flat = t.reshape(-1).clone()
-            flat[flat.numel() // 2] = bad
-            result[-1][name] = flat.view(t.shape)
-    return result
-
-
-@each_path(CODECS)
-@pytest.mark.parametrize(
-    ("bad", "good_steps"),  # alternating rounds send P after an even number of steps, Q after an odd one
-    [(math.nan, 2), (math.inf, 3), pytest.param(-math.inf, 2, marks=pytest.mark.slow)],
-)
-def test_a_nonfinite_step_does_not_change_the_state(codec: Codec, reuse: bool, bad: float, good_steps: int) -> None:
-    world = World(codec, 2, reuse)
-    run(world, range(good_steps))
-    before = copy.deepcopy(world.states)
-    ends = world.average(with_bad_number(world.inputs("bad"), bad))
-    assert not any(bool(end.finite()) for end in ends)
-    assert all(same_bits(a, b) for a, b in zip(world.states, before, strict=True))
-    fresh = World(codec, 2, reuse, states=before)
-    for a, b in zip(run(world, range(10, 13)), run(fresh, range(10, 13)), strict=True):
-        assert same_bits(a.mean, b.mean)
-        assert all(t.isfinite().all() for t in a.mean.values())
-
-
-def one_bad_tensor() -> Iterator[Any]:
-    for codec in CODECS:
-        for name in [each for each in ("square.weight", "bias") if each in carried(codec)]:
-            yield _case(codec, f"{name}-{codec}", name)
-
-
-@pytest.mark.parametrize(("codec", "name"), list(one_bad_tensor()))
-def test_one_nonfinite_tensor_voids_the_whole_step(codec: Codec, name: str) -> None:
-    world = World(codec, 2)
-    run(world, range(2))
-    before = copy.deepcopy(world.states)
-    ends = world.average(with_bad_number(world.inputs("bad"), math.nan, only=name))
-    assert not any(bool(end.finite()) for end in ends)
-    assert all(same_bits(a, b) for a, b in zip(world.states, before, strict=True))
-
-
-@each(CODECS)
-def test_a_nonfinite_first_step_does_not_change_later_steps(codec: Codec) -> None:
-    bad_first, fresh = World(codec, 2), World(codec, 2)
-    bad_first.average(with_bad_number(fresh.inputs("bad"), math.nan))
-    for a, b in zip(run(bad_first, range(4)), run(fresh, range(4)), strict=True):
-        everything = torch.cat([t.reshape(-1) for t in b.mean.values()])
-        for name in set(a.mean) - RANK_DEFICIENT:
-            assert_close(a.mean[name], b.mean[name], 64 * rounding(codec, torch.float32), everything)
 
 
 @each(CODECS)
