@@ -14,23 +14,21 @@ import logging
 import os
 import threading
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from laconic.checkpoint.loading import StrPath, resolve_worker
-from laconic.checkpoint.records import CheckpointError
-from laconic.checkpoint.transaction import Contents, SaveTransaction
-from laconic.checkpoint.tree import flatten, snapshot
+from laconic.checkpoint.loading import StrPath, is_distributed, resolve_worker
+from laconic.checkpoint.transaction import Contents, Run, SaveTransaction
+from laconic.checkpoint.tree import CheckpointError, flatten, snapshot
 from laconic.values import is_number, is_whole
 
 logger = logging.getLogger("laconic.checkpoint")
 
 Barrier: TypeAlias = Callable[[], object] | dist.ProcessGroup | None
-Run: TypeAlias = Generator[None, Contents, None]
 
 
 class Saving:
@@ -114,7 +112,7 @@ def _resolve_barrier(barrier: Barrier, workers: int) -> Callable[[], object]:
         return lambda: None
     if callable(barrier):
         return barrier
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(barrier) != workers:
+    if not is_distributed() or dist.get_world_size(barrier) != workers:
         raise ValueError(
             f"save(workers={workers}, barrier={barrier!r}): the workers must wait for each other. Give a process group "
             "of those that save, or a callable that returns when all have called it."

@@ -14,19 +14,17 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from safetensors import SafetensorError
 from torch import Tensor
 
 from laconic.checkpoint import files, folder
 from laconic.checkpoint.loading import checkpoints, verify
-from laconic.checkpoint.records import CheckpointError
+from laconic.checkpoint.tree import CheckpointError
 
 Contents: TypeAlias = tuple[Any, Mapping[str, Tensor]]
-"""What `tree.flatten` returns."""
-
-T = TypeVar("T")
+Run: TypeAlias = Generator[None, Contents, None]
 
 _VISIBLE_WITHIN_S = 5.0
 """How long a shared file system may take to show what another worker created."""
@@ -43,13 +41,17 @@ class SaveTransaction:
     keep: int
     timeout_s: float
 
-    def run(self) -> Generator[None, Contents, None]:
+    def run(self) -> Run:
         """Save in three parts: before the first barrier, between the barriers, and when the contents are sent."""
         return self._lead() if self.worker == 0 else self._follow()
 
-    def _lead(self) -> Generator[None, Contents, None]:
+    def _lead(self) -> Run:
         """On worker 0: create the temporary folder, and rename it when all workers have written."""
-        self._check_no_later_step()
+        if later := [each.step for each in verify(self.place, after=self.step) if each.good]:
+            raise CheckpointError(
+                f"{self.place} already has step {later[-1]}, which is later. A folder holds one run, and its steps "
+                "grow: load that step, save to another folder, or call rewind(folder, step=...) to go back."
+            )
         folder.sweep(self.place)
         temporary = folder.make_temporary(self.place, self.step)
         try:
@@ -63,13 +65,13 @@ class SaveTransaction:
             raise
         self._prune()
 
-    def _follow(self) -> Generator[None, Contents, None]:
+    def _follow(self) -> Run:
         """On another worker: write to worker 0's folder, and wait until it is renamed."""
         yield
         temporary = None
         try:
             with suppress(CheckpointError):
-                temporary = folder.find_temporary(self.place, self.step)  # worker 0 cannot have removed it yet
+                temporary = self._temporary()  # worker 0 cannot have removed it yet
             contents = yield
             temporary = temporary or self._find_late()
             self._wait_for_commit(temporary, self._write(temporary, contents))
@@ -79,17 +81,12 @@ class SaveTransaction:
                     _part(temporary, self.worker).write_bytes(b"")
             raise
 
-    def _check_no_later_step(self) -> None:
-        if later := [each.step for each in verify(self.place, after=self.step) if each.good]:
-            raise CheckpointError(
-                f"{self.place} already has step {later[-1]}, which is later. A folder holds one run, and its steps "
-                "grow: load that step, save to another folder, or call rewind(folder, step=...) to go back."
-            )
+    def _temporary(self) -> Path | None:
+        return folder.find_temporary(self.place, self.step)
 
     def _find_late(self) -> Path:
-        timeout_s = min(self.timeout_s, _VISIBLE_WITHIN_S)
-        found = _wait_for(lambda: folder.find_temporary(self.place, self.step), timeout_s)
-        if found is None:
+        _wait_until(lambda: bool(self._temporary()), min(self.timeout_s, _VISIBLE_WITHIN_S))
+        if (found := self._temporary()) is None:
             raise CheckpointError(
                 f"worker {self.worker} does not see a temporary folder in {self.place}: worker 0 could not create it, "
                 "or they do not share the folder. With a disk for each worker, save with worker=0, workers=1."
@@ -115,7 +112,7 @@ class SaveTransaction:
         def read() -> dict[int, str]:
             return {worker: part.read_text() for worker, part in enumerate(parts) if part.exists()}
 
-        _wait_for(lambda: len(found := read()) == self.workers or "" in found.values(), self.timeout_s)
+        _wait_until(lambda: len(found := read()) == self.workers or "" in found.values(), self.timeout_s)
         found = read()
         if failed := [worker for worker, text in found.items() if not text]:
             raise CheckpointError(f"worker {failed[0]} could not write its part; its own error gives the reason.")
@@ -126,7 +123,7 @@ class SaveTransaction:
         return [files.FileRecord(**json.loads(text)) for text in found.values()]
 
     def _wait_for_commit(self, temporary: Path, record: files.FileRecord) -> None:
-        if not _wait_for(lambda: folder.find_temporary(self.place, self.step) != temporary, self.timeout_s):
+        if not _wait_until(lambda: self._temporary() != temporary, self.timeout_s):
             raise CheckpointError(f"worker 0 did not complete the checkpoint within {self.timeout_s} s.")
         with suppress(CheckpointError, OSError):
             if files.read_manifest(folder.final_path(self.place, self.step), self.step)[self.worker] == record:
@@ -151,10 +148,10 @@ def _cancelled() -> CheckpointError:
     return CheckpointError("worker 0 cancelled the save because another worker failed; its own error gives the reason.")
 
 
-def _wait_for(poll: Callable[[], T], timeout_s: float) -> T:
-    """Poll, with growing pauses, until the answer is true or the time is over; return the last answer."""
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Poll a condition, with growing pauses, and return whether it became true in time."""
     deadline, pause_s = time.monotonic() + timeout_s, 0.001
-    while not (answer := poll()) and time.monotonic() < deadline:
+    while not (done := condition()) and time.monotonic() < deadline:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)
-    return answer
+    return done
