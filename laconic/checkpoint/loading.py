@@ -8,13 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import torch
-import torch.distributed as dist
-
 from laconic.checkpoint.files import check_file, read_manifest, read_worker_file, worker_file
 from laconic.checkpoint.folder import complete, discard
 from laconic.checkpoint.tree import CheckpointError
-from laconic.values import is_whole
+from laconic.checkpoint.workers import lowest_and_highest, resolve_worker
 
 logger = logging.getLogger("laconic.checkpoint")
 
@@ -75,9 +72,6 @@ def load(
 ) -> Loaded:
     """Read the state of this worker from the newest good checkpoint, or from that of `step`.
 
-        saved = checkpoint.load("checkpoints")
-        model.load_state_dict(saved.state["model"])
-
     Tensors are on the CPU. A damaged checkpoint is skipped with a warning, and listed in `skipped` of the result.
 
     `worker` and `workers` default to those of torch.distributed, or 0 and 1 without it. A checkpoint of another number
@@ -113,22 +107,8 @@ def load(
     )
 
 
-def resolve_worker(worker: int | None, workers: int | None) -> tuple[int, int | None]:
-    """Check the index of a worker; by default it is the rank in torch.distributed, or 0 of 1."""
-    if worker is None and workers is None:
-        return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
-    if worker is None or not is_whole(worker, 0) or not (workers is None or is_whole(workers, worker + 1)):
-        raise ValueError(f"worker={worker!r}, workers={workers!r}: give whole numbers, such as worker=0, workers=4.")
-    return worker, workers
-
-
-def is_distributed() -> bool:
-    """Whether torch.distributed is initialised."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def _found(folder: Path, step: int | None, caller: str) -> dict[int, Path]:
-    """Return the checkpoints by step, and make sure that `step`, if given, is one of them."""
+    """Return the checkpoints by step, of which `step` must be one."""
     found = complete(folder)
     if step is not None and step not in found:
         raise CheckpointError(f"{caller}(step={step}): {folder} has no such step, but {list(found)}.")
@@ -157,9 +137,6 @@ def _inspect(step: int, path: Path, check: str, own: int | None = None) -> tuple
 def newest_common(folder: StrPath, *, worker: int | None = None, workers: int | None = None) -> int:
     """Find the newest step that is good on every worker of torch.distributed's default group. All workers call it.
 
-        step = checkpoint.newest_common(folder)
-        saved = checkpoint.load(folder, step=step, check="own")
-
     Each worker reads its own file only. So the workers may also have folders of their own, on their own disks, each
     saved as by a single worker: `newest_common(folder, worker=0, workers=1)`.
     """
@@ -175,21 +152,12 @@ def newest_common(folder: StrPath, *, worker: int | None = None, workers: int | 
 
     while True:
         own = next((step for step in reversed(found) if step <= limit and is_good(step)), -1)
-        lowest, highest = _lowest_and_highest(own)
+        lowest, highest = lowest_and_highest(own)
         if lowest < 0:
             raise CheckpointError(f"newest_common: no step in {folder}, of {list(found)}, is good on every worker.")
         if lowest == highest:
             return lowest
         limit = lowest
-
-
-def _lowest_and_highest(value: int) -> tuple[int, int]:
-    """Compare a value with those of the other workers."""
-    if not is_distributed():
-        return value, value
-    ends = torch.tensor([value, -value], device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(ends, dist.ReduceOp.MIN)
-    return int(ends[0]), -int(ends[1])
 
 
 def rewind(folder: StrPath, step: int) -> list[Checkpoint]:

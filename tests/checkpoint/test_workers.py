@@ -16,7 +16,7 @@ from torch import nn
 import laconic
 from laconic import checkpoint
 from laconic.checkpoint import CheckpointError
-from laconic.checkpoint.transaction import SaveTransaction
+from laconic.checkpoint.saving import SaveTransaction
 from tests.checkpoint.trees import same
 from tests.workers import run_workers
 
