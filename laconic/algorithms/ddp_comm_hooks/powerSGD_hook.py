@@ -25,9 +25,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from laconic.algorithms.ddp_comm_hooks.compression import SETTINGS, agree_at_first, compressed, count
-from laconic.algorithms.ddp_comm_hooks.conversion import Conversion
 from laconic.algorithms.ddp_comm_hooks.engine import Engine, group_or_world
-from laconic.algorithms.ddp_comm_hooks.torch_state import PickledState
+from laconic.algorithms.ddp_comm_hooks.torch_state import Conversion, PickledState
 from laconic.codecs import ErrorFeedback, Exact, LowRank
 from laconic.comm.requests import Exchange
 from laconic.ledger import Ledger
