@@ -1,4 +1,4 @@
-"""What `power_sgd(rank=4)` adds to a training step of a real model: a GPT of 355 M parameters on one GPU.
+"""Measure what `power_sgd(rank=4)` adds to a training step: a GPT of 355 M parameters on one GPU.
 
     python benchmarks/gpt_step.py
     python benchmarks/gpt_step.py --checks    # instead, what the check for NaN and Inf costs
@@ -32,7 +32,7 @@ import laconic
 VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 50257, 1024, 24, 16, 1024, 32
 
 SIZES = [(24, 1024, 1024, 32), (24, 1024, 1024, 4), (12, 768, 1024, 8), (6, 256, 256, 4)]
-"""Layers, width, context and batch, for the checks: from a GPU that is busy to one that waits for its host."""
+"""Layers, width, context and batch for the checks: from GPU-bound to host-bound."""
 
 
 class Block(nn.Module):
@@ -45,8 +45,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shape = (*x.shape[:2], 3, HEADS, WIDTH // HEADS)
         q, k, v = self.qkv(self.before(x)).view(shape).permute(2, 0, 3, 1, 4)  # [batch, heads, context, width]
-        heard = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        x = x + self.out(heard)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + self.out(mixed)
         return x + self.down(F.gelu(self.up(self.between(x))))
 
 
@@ -70,12 +70,12 @@ def step(ddp: DDP, optimizer: torch.optim.Optimizer, text: Tensor) -> None:
     optimizer.zero_grad()
 
 
-def step_seconds(put: Callable[[DDP, torch.optim.Optimizer], object]) -> tuple[float, float]:
-    """Median seconds of a step, and peak GiB."""
+def step_seconds(register: Callable[[DDP, torch.optim.Optimizer], object]) -> tuple[float, float]:
+    """Return the median seconds of a step and the peak GiB."""
     torch.manual_seed(0)
     ddp = DDP(GPT().cuda(), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, fused=True)
-    kept = put(ddp, optimizer)
+    session = register(ddp, optimizer)
     text = torch.randint(0, VOCABULARY, (BATCH, CONTEXT + 1), device="cuda")
     times = []
     torch.cuda.reset_peak_memory_stats()
@@ -85,11 +85,11 @@ def step_seconds(put: Callable[[DDP, torch.optim.Optimizer], object]) -> tuple[f
         step(ddp, optimizer, text)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    del kept
+    del session
     return statistics.median(times[4:]), torch.cuda.max_memory_allocated() / 2**30
 
 
-def nothing(ddp: DDP, optimizer: torch.optim.Optimizer) -> None:
+def no_op(ddp: DDP, optimizer: torch.optim.Optimizer) -> None:
     ddp.register_comm_hook(None, noop_hook)
 
 
@@ -149,8 +149,8 @@ def main() -> None:
 
 def whole_steps() -> None:
     results = {}
-    for name, put in (("no-op", nothing), ("power_sgd(rank=4)", ours), ("no-op again", nothing)):
-        results[name] = step_seconds(put)
+    for name, register in (("no-op", no_op), ("power_sgd(rank=4)", ours), ("no-op again", no_op)):
+        results[name] = step_seconds(register)
         gc.collect()
         torch.cuda.empty_cache()
         print(f"{name:<20} {1e3 * results[name][0]:8.1f} ms   peak {results[name][1]:6.1f} GiB", flush=True)

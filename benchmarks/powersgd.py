@@ -1,15 +1,15 @@
-"""PowerSGD side by side: torch's hook, the authors' package, plain all-reduce and laconic, on real models' shapes.
+"""Compare PowerSGD's cost on the shapes of real models: torch's hook, the authors' package, all_reduce and laconic.
 
     python benchmarks/powersgd.py --device cuda
     python benchmarks/powersgd.py --device cpu --workers 2 --models ResNet-50
 
-A model of nothing but parameters, wrapped in DDP, whose backward hands out ready gradients: what a hook costs is the
-time of that backward over the same with a hook that does nothing. The two take turns, so that whatever else the machine
-does meets both; a cost is the difference of their medians, and the spread is half of what lies between the quartiles of
-the hook's own times. `floor` is 7 passes over fp32 gradients at the copy bandwidth measured in the same run.
+The model has only parameters and is wrapped in DDP; its backward returns precomputed gradients. The cost of a hook is
+the time of that backward minus the time with a no-op hook. Both alternate, so that other load on the machine affects
+both. A cost is the difference of the medians, and the spread is half the interquartile range of the hook's times.
+`floor` is 7 passes over fp32 gradients at the copy bandwidth measured in the same run.
 
-Needs torch and laconic's core on the path, nothing else. The authors' package takes part where it is installed, from
-its repository (https://github.com/epfml/powersgd), as the one on PyPI is empty.
+Needs torch and laconic. The authors' package is measured if it is installed from its repository
+(https://github.com/epfml/powersgd); the one on PyPI is empty.
 """
 
 from __future__ import annotations
@@ -43,19 +43,15 @@ import laconic
 
 ONE_BUCKET_MB = 1 << 16
 WARM_UP = 6
-AT_MOST = 400
+MAX_STEPS = 400
 
 Hook = tuple[Callable[[], float], Callable[[], None]]
-"""What tells the bytes sent in a step, and what is left to do after backward."""
-Put = Callable[[DDP], Hook]
+"""A function that returns the bytes sent in a step, and one to call after backward."""
+Register = Callable[[DDP], Hook]
 
 
-class NotInstalled(RuntimeError):
-    """A contestant that is not here."""
-
-
-class HandsOut(torch.autograd.Function):
-    """A loss whose backward hands out ready gradients."""
+class PrecomputedGradients(torch.autograd.Function):
+    """A loss whose backward returns precomputed gradients."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[Tensor], *params: Tensor) -> Tensor:
@@ -74,36 +70,32 @@ class Parameters(nn.Module):
         self.grads = [torch.randn(s, device=device).to(dtype) for s in shapes]
 
     def forward(self) -> Tensor:
-        return HandsOut.apply(self.grads, *self.all)
+        return PrecomputedGradients.apply(self.grads, *self.all)
 
 
-def nothing() -> None:
-    """What most hooks leave to do after backward."""
+def do_nothing() -> None:
+    """Do nothing after backward, as for most hooks."""
 
 
-def torch_power_sgd(rank: int, batch: bool) -> Put:
-    def put(ddp: DDP) -> Hook:
+def torch_power_sgd(rank: int, batch: bool) -> Register:
+    def register(ddp: DDP) -> Hook:
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=rank, start_powerSGD_iter=2, batch_tensors_with_same_shape=batch
         )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return (lambda: 4.0 * state.total_numel_after_compression / max(1, state.iter - 2)), nothing
+        return (lambda: 4.0 * state.total_numel_after_compression / max(1, state.iter - 2)), do_nothing
 
-    return put
+    return register
 
 
-def authors_power_sgd(rank: int) -> Put:
-    """Their package takes gradients after backward; what it sends it does not say."""
+def authors_power_sgd(rank: int) -> Register:
+    """Their package takes gradients after backward; it does not report the bytes that it sends."""
 
-    def put(ddp: DDP) -> Hook:
-        try:
-            from powersgd import Config, PowerSGD
-        except ImportError as error:
-            raise NotInstalled("not installed") from error
+    def register(ddp: DDP) -> Hook:
+        from powersgd import Config, PowerSGD
+
         params = list(ddp.parameters())
-        config = Config(
-            rank=rank, min_compression_rate=2, num_iters_per_step=1, start_compressing_after_num_steps=0
-        )  # fmt: skip
+        config = Config(rank=rank, min_compression_rate=2, num_iters_per_step=1, start_compressing_after_num_steps=0)
         aggregator = PowerSGD(params, config=config)
         ddp.register_comm_hook(None, debugging_hooks.noop_hook)
 
@@ -114,33 +106,31 @@ def authors_power_sgd(rank: int) -> Put:
 
         return (lambda: math.nan), after
 
-    return put
+    return register
 
 
-def hook(function: Any, bytes_each: float) -> Put:
-    def put(ddp: DDP) -> Hook:
+def hook(function: Any, bytes_each: float) -> Register:
+    def register(ddp: DDP) -> Hook:
         ddp.register_comm_hook(None, function)
         numel = sum(p.numel() for p in ddp.parameters())
-        return (lambda: bytes_each * numel), nothing
+        return (lambda: bytes_each * numel), do_nothing
 
-    return put
+    return register
 
 
-def ours(plan: laconic.Plan) -> Put:
-    def put(ddp: DDP) -> Hook:
+def ours(plan: laconic.Plan) -> Register:
+    def register(ddp: DDP) -> Hook:
         # No optimizer steps here, so nothing would read what the check for NaN notes: gpt_step.py measures that check.
         unused = torch.optim.SGD(ddp.parameters(), lr=0.0)
         session = laconic.attach(plan, ddp, unused, compress_alone=True, nonfinite="ignore")
-        return (lambda: laconic.sent_bytes(plan, session.parameters)), nothing
+        return (lambda: laconic.sent_bytes(plan, session.parameters)), do_nothing
 
-    return put
+    return register
 
 
-def contestants(ranks: list[int], device: str) -> list[tuple[str, float, Any]]:
-    """Name, bucket size and what registers the hook."""
-    rows: list[tuple[str, float, Any]] = [
-        ("plain all-reduce", 25, hook(default_hooks.allreduce_hook, 4)),
-    ]
+def hooks(ranks: list[int], device: str) -> list[tuple[str, float, Any]]:
+    """Return the name, the bucket size and the function that registers each hook."""
+    rows: list[tuple[str, float, Any]] = [("plain all-reduce", 25, hook(default_hooks.allreduce_hook, 4))]
     if device == "cuda":
         rows.append(("torch bf16 hook", 25, hook(default_hooks.bf16_compress_hook, 2)))
     for rank in ranks:
@@ -158,16 +148,16 @@ def contestants(ranks: list[int], device: str) -> list[tuple[str, float, Any]]:
 
 
 class Runner:
-    """One model under one hook: its steps, their times, and its memory."""
+    """One model with one hook: its steps, their times, and its memory."""
 
-    def __init__(self, shapes: Any, bucket_mb: float, put: Put, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, shapes: Any, mb: float, register: Register, device: torch.device, dtype: torch.dtype) -> None:
         self.cuda = device.type == "cuda"
         self.before = torch.cuda.memory_allocated() if self.cuda else 0
-        self.ddp = DDP(Parameters(shapes, device, dtype), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
-        self.sent, self.after = put(self.ddp)
+        self.ddp = DDP(Parameters(shapes, device, dtype), bucket_cap_mb=mb, gradient_as_bucket_view=True)
+        self.sent, self.after = register(self.ddp)
         self.times: list[float] = []
         for step in range(WARM_UP):
-            if step == WARM_UP - 2 and self.cuda:  # buckets are laid out, kernels compiled
+            if step == WARM_UP - 2 and self.cuda:  # buckets are built, kernels compiled
                 torch.cuda.reset_peak_memory_stats()
             self.step()
         self.peak = torch.cuda.max_memory_allocated() if self.cuda else 0
@@ -183,12 +173,12 @@ class Runner:
 
 
 def measure(measured: Runner, base: Runner, device: torch.device, seconds: float) -> tuple[float, float, int]:
-    """Seconds over the base, half the distance of the quartiles, and how many steps that is from."""
+    """Return the seconds over the base, half the interquartile range, and the number of steps."""
     base.times.clear()
     end = time.monotonic() + seconds
     gc.collect()
-    gc.disable()  # a collection in the middle of a step is nobody's cost
-    for step in range(AT_MOST):
+    gc.disable()  # a collection during a step is not part of the cost
+    for step in range(MAX_STEPS):
         for runner in (base, measured) if step % 2 else (measured, base):
             runner.step()
         if step >= 4 and step % 4 == 0:
@@ -210,7 +200,7 @@ def clear(device: torch.device) -> None:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second by a copy."""
+    """Return the bytes that a copy reads and writes in one second."""
     size = 1 << 30 if device.type == "cuda" else 1 << 28
     a, b = torch.ones(size // 4, device=device), torch.empty(size // 4, device=device)
     best = 1e9
@@ -230,67 +220,60 @@ def run(worker: int, options: argparse.Namespace, port: int) -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.workers))
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=worker,
-        world_size=options.workers,
-        timeout=datetime.timedelta(seconds=300),
-    )
-    dtype = getattr(torch, options.dtype)
+    backend, address = "nccl" if device.type == "cuda" else "gloo", f"tcp://127.0.0.1:{port}"
+    dist.init_process_group(backend, address, datetime.timedelta(seconds=300), world_size=options.workers, rank=worker)
+    log = print if worker == 0 else lambda *_, **__: None
     bandwidth = copy_bandwidth(device)
-    results = []
-    if worker == 0:
-        print(
-            f"torch {torch.__version__}, {options.workers} worker(s), {options.dtype} gradients, {device_name(device)}"
-        )
-        print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s")
-    for name in options.models:
-        shapes = MODELS[name]()
-        numel = sum(torch.Size(s).numel() for s in shapes)
-        floor = 7 * 4 * numel / bandwidth
-        noop = hook(debugging_hooks.noop_hook, 0)
-        bases = {mb: Runner(shapes, mb, noop, device, dtype) for mb in (25, ONE_BUCKET_MB)}
-        for _ in range(9):
-            bases[25].step()
-        if worker == 0:
-            alone = statistics.median(bases[25].times)
-            print(f"\n{name}: {numel / 1e6:.1f} M, floor {1e3 * floor:.2f} ms, no-op {1e3 * alone:.2f} ms")
-            print(f"{'hook':<36} {'ms over no-op':>14} {'+-':>6} {'x floor':>8} {'GiB over':>9} {'MB sent':>9}")
-        for label, bucket_mb, put in contestants(options.ranks, options.device):
-            if options.only and not any(word in label for word in options.only):
-                continue
-            try:
-                measured = Runner(shapes, bucket_mb, put, device, dtype)
-                over, spread, steps = measure(measured, bases[bucket_mb], device, options.seconds)
-            except Exception as error:  # a peer that fails is a result
-                if worker == 0:
-                    what = str(error) if isinstance(error, NotInstalled) else f"failed: {type(error).__name__}: {error}"
-                    print(f"{label:<36} {what[:100]}", flush=True)
-                clear(device)
-                continue
-            peak, before, sent = measured.peak, measured.before, measured.sent()
-            del measured
-            clear(device)
-            if device.type == "cuda":  # what an earlier hook had left behind may be gone by now
-                before = min(before, torch.cuda.memory_allocated())
-            extra = (peak - before - bases[bucket_mb].peak + bases[bucket_mb].before) / 2**30
-            row = {
-                "model": name, "hook": label, "ms": 1e3 * over, "spread_ms": 1e3 * spread, "steps": steps,
-                "floors": over / floor, "gib": extra, "sent": sent,
-            }  # fmt: skip
-            results.append(row)
-            if worker == 0:
-                print(
-                    f"{label:<36} {1e3 * over:>14.2f} {1e3 * spread:>6.2f} {over / floor:>8.2f} {extra:>9.2f} "
-                    f"{sent / 1e6:>9.2f}",
-                    flush=True,
-                )
-        bases.clear()
-        clear(device)
+    log(f"torch {torch.__version__}, {options.workers} worker(s), {options.dtype} gradients, {device_name(device)}")
+    log(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s")
+    rows = [row for name in options.models for row in measure_model(name, options, device, bandwidth, log)]
     if worker == 0 and options.json:
-        Path(options.json).write_text(json.dumps(results, indent=1))
+        Path(options.json).write_text(json.dumps(rows, indent=1))
     dist.destroy_process_group()
+
+
+def measure_model(
+    name: str, options: argparse.Namespace, device: torch.device, bandwidth: float, log: Callable[..., None]
+) -> list[dict[str, Any]]:
+    """Measure all hooks on one model, print a line for each, and return the rows."""
+    shapes, dtype = MODELS[name](), getattr(torch, options.dtype)
+    numel = sum(torch.Size(s).numel() for s in shapes)
+    floor = 7 * 4 * numel / bandwidth
+    noop = hook(debugging_hooks.noop_hook, 0)
+    bases = {mb: Runner(shapes, mb, noop, device, dtype) for mb in (25, ONE_BUCKET_MB)}
+    for _ in range(9):
+        bases[25].step()
+    no_op_s = statistics.median(bases[25].times)
+    log(f"\n{name}: {numel / 1e6:.1f} M, floor {1e3 * floor:.2f} ms, no-op {1e3 * no_op_s:.2f} ms")
+    log(f"{'hook':<36} {'ms over no-op':>14} {'+-':>6} {'x floor':>8} {'GiB over':>9} {'MB sent':>9}")
+    rows = []
+    for label, bucket_mb, register in hooks(options.ranks, options.device):
+        if options.only and not any(word in label for word in options.only):
+            continue
+        base = bases[bucket_mb]
+        try:
+            measured = Runner(shapes, bucket_mb, register, device, dtype)
+            over, spread, steps = measure(measured, base, device, options.seconds)
+        except Exception as error:  # a failure of a peer is a result
+            what = "not installed" if isinstance(error, ImportError) else f"failed: {type(error).__name__}: {error}"
+            log(f"{label:<36} {what[:100]}", flush=True)
+            clear(device)
+            continue
+        peak, before, sent = measured.peak, measured.before, measured.sent()
+        del measured
+        clear(device)
+        if device.type == "cuda":  # memory of an earlier hook may be freed by now
+            before = min(before, torch.cuda.memory_allocated())
+        extra = (peak - before - base.peak + base.before) / 2**30
+        rows.append({
+            "model": name, "hook": label, "ms": 1e3 * over, "spread_ms": 1e3 * spread, "steps": steps,
+            "floors": over / floor, "gib": extra, "sent": sent,
+        })  # fmt: skip
+        costs = f"{1e3 * over:>14.2f} {1e3 * spread:>6.2f} {over / floor:>8.2f}"
+        log(f"{label:<36} {costs} {extra:>9.2f} {sent / 1e6:>9.2f}", flush=True)
+    bases.clear()
+    clear(device)
+    return rows
 
 
 def device_name(device: torch.device) -> str:
@@ -304,7 +287,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--seconds", type=float, default=2.0, help="how long to measure each hook")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds to measure each hook")
     parser.add_argument("--only", nargs="+", help="only hooks with one of these words in their name")
     parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args()

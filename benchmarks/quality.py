@@ -1,11 +1,11 @@
-"""What talking less costs in loss: the lab's training under each plan, over several seeds, beside DDP.
+"""The loss of each plan: the lab's training with each plan and several seeds, compared with DDP.
 
     python benchmarks/quality.py                                   # the named plans, GPT, 192 steps, 4 workers
     python benchmarks/quality.py --steps 300 --plans "diloco(period=16)" "streaming_diloco(period=16)"
     python benchmarks/quality.py --model resnet --plans "post_local_sgd(period=8, buffers='keep')"
 
-Each run is `laconic compare`; the table has the mean of the final validation losses over the seeds, the spread between
-them, the distance from the first plan's mean, and the bytes that one worker handed to collectives.
+Each run is a `laconic compare`. The table has the mean of the final validation losses over the seeds, their spread, the
+difference from the mean of the first plan, and the bytes that one worker passes to collectives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-LOCAL_FROM = 53  # of 192 steps: DiLoCo's paper trains 24 of 88 thousand steps together first
+LOCAL_FROM = 53  # of 192 steps: DiLoCo's paper starts local steps after 24 of 88 thousand
 PLANS = [
     "ddp()",
     "power_sgd(rank=4)",

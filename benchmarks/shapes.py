@@ -1,4 +1,4 @@
-"""The gradients' shapes of well-known models, without the models."""
+"""The parameter shapes of well-known models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training of one's own under laconic: the lines that differ from plain DDP end with a comment.
+"""Your own DDP training with laconic: the lines that laconic needs are marked "new".
 
 Run it with `torchrun --nproc-per-node 4 examples/own_script.py`, or compare plans on it over a slow link with
 `laconic compare --script examples/own_script.py --link 50mbit`.
@@ -31,7 +31,7 @@ for _ in range(STEPS):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if session.report(loss=loss, tokens=len(x)):  # new: true once `laconic compare` has seen enough
+    if session.report(loss=loss, tokens=len(x)):  # new: True when `laconic compare` ends the run
         break
 
 if dist.get_rank() == 0:

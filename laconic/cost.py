@@ -1,4 +1,4 @@
-"""What a plan costs, before anything runs."""
+"""The bytes that a plan sends, computed without running it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ def sent_bytes(
     named_tensors: nn.Module | Mapping[str, Shaped] | Iterable[tuple[str, Shaped]],
     workers: int = 2,
 ) -> float:
-    """Count the payload bytes of one step, for one worker, without running anything.
+    """Return the payload bytes that one worker sends at one step, without communication.
 
-    The codec itself runs on meta tensors over the dry wire. Where steps differ, as they do with a period or with
-    alternating rounds, this is their average once the method applies (from `start` on).
-    Shapes count as float32.
+    The codec runs on meta tensors, and its requests are counted (`comm/dry.py`). Where steps differ, because of a
+    period or of alternating rounds, the result is the average over steps from `start` on. Shapes count as float32.
 
     >>> from laconic import ddp, power_sgd
     >>> sent_bytes(ddp(), {"weight": (512, 512)}), sent_bytes(power_sgd(rank=4), {"weight": (512, 512)})
@@ -36,11 +35,11 @@ def sent_bytes(
     if workers < 1 or workers != int(workers):
         raise ValueError(f"sent_bytes(workers={workers!r}): workers must be a whole number of at least 1.")
     tensors = _meta(named_tensors)
-    if plan.needs_anchor:  # deltas are taken in fp32 at least
+    if plan.needs_anchor:  # deltas are fp32 or fp64
         tensors = {name: t.to(wide_dtype(t.dtype)) for name, t in tensors.items()}
     ledger, state = Ledger(), State()
     start = plan.schedule.start
-    cycle = 2 * plan.schedule.period  # two periods: alternating rounds come to both their syncs
+    cycle = 2 * plan.schedule.period  # two periods: alternating rounds then send both factors
     for step in range(start, start + cycle):
         for sync in plan.syncs_at(step) if workers > 1 else ():
             codec, chosen = routed(plan.codec_of(sync, step)), tensors
@@ -52,7 +51,7 @@ def sent_bytes(
 
 
 def routed(codec: Codec) -> Codec:
-    """Let what `codec` declines travel exactly, where it declines anything."""
+    """Return a codec for all shapes: `codec` itself, or with what it declines sent exactly."""
     return codec if codec.accepts(torch.Size([])) else ByShape(codec)
 
 

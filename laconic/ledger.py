@@ -1,11 +1,11 @@
-"""The ledger: every collective that a worker took part in, byte for byte.
+"""The ledger: every collective of a worker, with its bytes.
 
-    session.ledger.payload_bytes              what was handed to collectives
-    session.ledger.totals(by="level")         the same, level by level
+    session.ledger.payload_bytes              bytes passed to collectives
+    session.ledger.totals(by="level")         the same for each level
     session.ledger.write("ledger.jsonl")      a line for each collective
 
-The totals cover the whole run; single entries are kept for the last `keep` collectives, or all of them on disk
-where a path was given.
+The totals cover the whole run. The ledger keeps the entries of the last `keep` collectives in memory, and writes all of
+them to disk if it was given a path.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Literal, TextIO
 
 
 def wire_bytes(op: str, payload: int, workers: int) -> int:
-    """Count the bytes that one worker puts on the network.
+    """Return the bytes that one worker sends.
 
-    A ring all-reduce sends every byte twice, but for the worker's own share: 2(p−1)/p of the payload.
-    An all-gather passes each worker's part through every other: p−1 payloads.
+    A ring all_reduce sends 2(p−1)/p of the payload: each byte twice, except the worker's own share.
+    An all_gather sends p−1 payloads: each worker forwards the part of every other.
 
     >>> wire_bytes("all_reduce", 1000, workers=4), wire_bytes("all_gather", 1000, workers=4)
     (1500, 3000)
@@ -35,7 +35,7 @@ def wire_bytes(op: str, payload: int, workers: int) -> int:
 
 @dataclass(frozen=True)
 class Entry:
-    """One collective, as one worker saw it."""
+    """One collective of one worker."""
 
     step: int
     round: int
@@ -58,7 +58,7 @@ class Totals:
     seconds: float = 0.0
 
     def add(self, entry: Entry) -> None:
-        """Count one more entry."""
+        """Add one entry."""
         self.collectives += 1
         self.payload_bytes += entry.payload_bytes
         self.wire_bytes += entry.wire_bytes
@@ -69,7 +69,7 @@ Column = Literal["op", "level", "phase"]
 
 
 class Ledger:
-    """What one worker said, in order.
+    """The collectives of one worker, in order.
 
     >>> ledger = Ledger()
     >>> ledger.record("all_reduce", 4000, workers=4, phase="gradient")
@@ -81,7 +81,7 @@ class Ledger:
 
     def __init__(self, path: str | Path | None = None, keep: int = 10_000) -> None:
         if keep < 0:
-            raise ValueError(f"Ledger(keep={keep}): the number of entries to keep must not be negative.")
+            raise ValueError(f"Ledger(keep={keep}): keep must not be negative. To keep no entries, use 0.")
         self.entries: deque[Entry] = deque(maxlen=keep)
         self.step = 0
         self._totals: dict[tuple[str, str, str], Totals] = {}
@@ -89,7 +89,7 @@ class Ledger:
         self._file: TextIO | None = None
         self._subscribers: list[Callable[[Entry], None]] = []
         if path is not None:
-            self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open as long as the run
+            self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open during the whole run
 
     def record(
         self,
@@ -103,7 +103,7 @@ class Ledger:
         seconds: float = 0.0,
         step: int | None = None,
     ) -> None:
-        """Write down one collective of `payload_bytes` among `workers` workers, begun at `step` or now."""
+        """Record one collective of `payload_bytes` among `workers` workers; `step` is the current one by default."""
         sent = wire_bytes(op, payload_bytes, workers)
         step = self.step if step is None else step
         entry = Entry(step, round_, op, level, phase, payload_bytes, sent, seconds, workers)
@@ -116,34 +116,34 @@ class Ledger:
             callback(entry)
 
     def subscribe(self, callback: Callable[[Entry], None]) -> None:
-        """Call `callback` with every collective from now on, in the thread that records it."""
+        """Call `callback` with every entry from now on, in the thread that records it."""
         self._subscribers.append(callback)
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes handed to collectives so far."""
+        """Bytes passed to collectives so far."""
         return sum(total.payload_bytes for total in self._all())
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that this worker put on the network so far."""
+        """Bytes that this worker sent so far."""
         return sum(total.wire_bytes for total in self._all())
 
     @property
     def collectives(self) -> int:
-        """How many collectives there were so far."""
+        """The number of collectives so far."""
         return sum(total.collectives for total in self._all())
 
     @property
     def seconds(self) -> float:
-        """Seconds from launch to completion, added up; collectives in flight together count each."""
+        """The sum of all collectives' seconds from launch to completion; concurrent ones count each."""
         return sum(total.seconds for total in self._all())
 
     def totals(self, by: Column) -> dict[str, Totals]:
-        """Sum up by operation, by level or by phase."""
+        """Return the totals for each operation, level or phase."""
         columns = ("op", "level", "phase")
         if by not in columns:
-            raise ValueError(f"totals(by={by!r}): entries are summed by {', '.join(columns)}.")
+            raise ValueError(f"totals(by={by!r}): by must be one of {', '.join(columns)}.")
         column = columns.index(by)
         result: dict[str, Totals] = {}
         with self._lock:
@@ -154,19 +154,19 @@ class Ledger:
         return result
 
     def write(self, path: str | Path) -> None:
-        """Write the entries still kept to `path`, a JSON object a line."""
+        """Write the entries in memory to `path`, one JSON object on each line."""
         with Path(path).open("w", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in self.jsonl())
 
     def jsonl(self) -> Iterator[str]:
-        """Yield the entries still kept, as JSON."""
+        """Yield the entries in memory as JSON."""
         with self._lock:
             entries = list(self.entries)
         for entry in entries:
             yield json.dumps(asdict(entry))
 
     def close(self) -> None:
-        """Flush and close the file, if there is one. Totals stay readable."""
+        """Close the file, if there is one. The totals stay readable."""
         with self._lock:
             if self._file is not None:
                 self._file.close()

@@ -1,7 +1,7 @@
 """Find what to change in a training script to move it from torch's hooks and averagers to laconic's.
 
-LibCST parses the script; it is never run. `Script.findings` are the imports to change and known misuses, found in one
-file by names and plain assignments. `Script.rewritten` changes the imports and keeps every other byte.
+LibCST parses the script; it is never run. `ParsedScript.findings` are the imports to change and known misuses, found in one
+file by names and plain assignments. `ParsedScript.rewritten` changes the imports and keeps every other byte.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ except ImportError as error:
         'laconic.migrate reads scripts with LibCST, which is not installed. pip install "laconic[migrate]" installs it.'
     ) from error
 
-__all__ = ["Finding", "Script", "ScriptError", "twin_of"]
+__all__ = ["ParsedScript", "ScriptChange", "ScriptError", "twin_of"]
 
 _HOOKS = (
     "DDPCommHookType register_ddp_comm_hook default default_hooks powerSGD powerSGD_hook quantization "
@@ -67,13 +67,13 @@ class ScriptError(ValueError):
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
+class ScriptChange:
     """One place in a script, what is written there, why it matters and what to do."""
 
     line: int
     column: int
     kind: Literal["import", "by hand", "misuse"]
-    """`import`: `Script.rewritten` changes it; `by hand`: only a person can; `misuse`: see its rule."""
+    """`import`: `ParsedScript.rewritten` changes it; `by hand`: only a person can; `misuse`: see its rule."""
     rule: str
     wrote: str
     why: str
@@ -90,7 +90,7 @@ def twin_of(path: str) -> str | None:
     return theirs and _TWINS[theirs] + path.removeprefix(theirs)
 
 
-class Script:
+class ParsedScript:
     """A parsed script. Raises `ScriptError` with the line if Python cannot parse it."""
 
     def __init__(self, code: bytes, name: str = "script") -> None:
@@ -117,7 +117,7 @@ class Script:
         self._new: dict[Any, Any] = {}
         found = [*self._changed_imports(), *self._dotted_uses()]
         is_migrated = not found and any("laconic.algorithms" in _code(node) for node in self._imports)
-        self.findings: list[Finding] = sorted({*found, *self._misuses(is_migrated)})
+        self.findings: list[ScriptChange] = sorted({*found, *self._misuses(is_migrated)})
 
     def rewritten(self) -> bytes:
         """Return the script with its imports changed and all else as it was."""
@@ -128,11 +128,11 @@ class Script:
             )
         return self._module.visit(_Replace(self._new)).bytes if self._new else self.code
 
-    def _finding(self, node: Any, kind: Any, rule: str, why: str, way_out: str) -> Finding:
+    def _finding(self, node: Any, kind: Any, rule: str, why: str, way_out: str) -> ScriptChange:
         start = self._positions[node].start
-        return Finding(start.line, start.column + 1, kind, rule, _one_line(node), why, way_out)
+        return ScriptChange(start.line, start.column + 1, kind, rule, _one_line(node), why, way_out)
 
-    def _changed_imports(self) -> Iterator[Finding]:
+    def _changed_imports(self) -> Iterator[ScriptChange]:
         for node in self._imports:
             is_star = isinstance(node.names, cst.ImportStar)
             names = {node.names: "*"} if is_star else {alias: alias.evaluated_name for alias in node.names}
@@ -159,7 +159,7 @@ class Script:
             )
         return node.with_changes(names=new)
 
-    def _dotted_uses(self) -> Iterator[Finding]:
+    def _dotted_uses(self) -> Iterator[ScriptChange]:
         """Paths written in full, `torch.distributed.algorithms...`, or through the name of a package."""
         changed = [f"{path}." for path in self._unaliased if twin_of(path)]
         for node in m.findall(self._module, m.Attribute()):
@@ -181,7 +181,7 @@ class Script:
         names = self._scopes[node].get_qualified_names_for(node)  # type: ignore[union-attr]
         return min((name.name for name in names if name.source is metadata.QualifiedNameSource.IMPORT), default="")
 
-    def _misuses(self, is_migrated: bool) -> Iterator[Finding]:
+    def _misuses(self, is_migrated: bool) -> Iterator[ScriptChange]:
         """Apply all rules. laconic's averagers average without gradients, and its optimizer in skipped steps."""
         yield from () if is_migrated else self._averaging_after_zero_grad()
         yield from self._different_warm_up()
@@ -195,7 +195,7 @@ class Script:
             if is_scaler and call.args and not _holds(call.args[0].value, optimizers):
                 yield self._misuse(call, "GradScaler with averaging")
 
-    def _misuse(self, call: cst.Call, rule: str, *values: object) -> Finding:
+    def _misuse(self, call: cst.Call, rule: str, *values: object) -> ScriptChange:
         return self._finding(call, "misuse", rule, _MISUSES[rule][0].format(*values), _MISUSES[rule][1])
 
     def _called(self, *names: str) -> list[cst.Call]:
@@ -207,7 +207,7 @@ class Script:
             yield node
             node = self._parent.get(node)
 
-    def _averaging_after_zero_grad(self) -> Iterator[Finding]:
+    def _averaging_after_zero_grad(self) -> Iterator[ScriptChange]:
         """In a function or a loop, an average that comes after `zero_grad` with no `backward` between."""
         blocks = defaultdict(list)
         for call in self._called("backward", "zero_grad", "average_parameters"):
@@ -221,7 +221,7 @@ class Script:
                 if (_name(before), _name(call)) == ("zero_grad", "average_parameters"):
                     yield self._misuse(call, "averaging after zero_grad")
 
-    def _different_warm_up(self) -> Iterator[Finding]:
+    def _different_warm_up(self) -> Iterator[ScriptChange]:
         states = self._called("PostLocalSGDState")
         starts = [self._setting(call, "start_localSGD_iter", 2, None) for call in states]
         for call in self._called(*_AVERAGERS) if states else ():

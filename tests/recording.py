@@ -173,7 +173,7 @@ def _parts(tree: Any) -> Iterator[bytes]:
 
 
 def _local(t: Tensor) -> Tensor:
-    return t.to_local() if hasattr(t, "to_local") else t  # type: ignore[no-any-return]
+    return t.to_local() if hasattr(t, "to_local") else t
 
 
 if __name__ == "__main__":

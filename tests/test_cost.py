@@ -1,4 +1,4 @@
-"""What a plan costs, before anything runs."""
+"""The bytes that a plan sends, computed without running it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ DENSE = 4 * 5050
     [
         ("ddp()", DENSE),
         ("power_sgd(rank=2, rounds='two')", 4 * (2 * 150 + 50)),
-        ("power_sgd(rank=2)", 4 * (150 + 50)),  # P and Q in syncs
+        ("power_sgd(rank=2)", 4 * (150 + 50)),  # P and Q alternate
         ("power_sgd(rank=2, feedback=False)", 4 * (150 + 50)),
-        ("power_sgd(rank=2, start=10)", 4 * (150 + 50)),  # once it applies
+        ("power_sgd(rank=2, start=10)", 4 * (150 + 50)),  # from `start` on
         ("power_sgd(rank=40)", DENSE),  # would not shrink
         ("post_local_sgd(period=16)", DENSE / 16),
         ("post_local_sgd(start=100, period=5)", DENSE / 5),
         ("Plan(schedule=Every(period=10), codec=Cast('bf16'))", DENSE / 20),
         ("Plan(schedule=PostLocal(3, 8), codec=LowRank(rank=2))", 4 * (2 * 150 + 50) / 8),
         ("Plan(schedule=PostLocal(3, 8), codec=ByShape(LowRank(rank=2, rounds='alternating')))", 4 * (150 + 50) / 8),
-        ("Plan(codec=ErrorFeedback(LowRank(rank=2)))", 4 * (2 * 150 + 50)),  # vectors travel exactly
+        ("Plan(codec=ErrorFeedback(LowRank(rank=2)))", 4 * (2 * 150 + 50)),  # vectors are sent exactly
     ],
 )
 def test_bytes_of_one_step(text: str, sent: float) -> None:
@@ -59,12 +59,12 @@ def module() -> nn.Module:
     ],
 )
 @pytest.mark.parametrize("plan", [laconic.ddp(), laconic.power_sgd(rank=2)], ids=repr)
-def test_tensors_shapes_and_modules_are_understood(given: Callable[[], Any], plan: Plan) -> None:
-    wanted = 4 * 5025 if plan == laconic.ddp() else 4 * (150 + 25)
-    assert laconic.sent_bytes(plan, given()) == wanted
+def test_tensors_shapes_and_modules_are_accepted(given: Callable[[], Any], plan: Plan) -> None:
+    expected = 4 * 5025 if plan == laconic.ddp() else 4 * (150 + 25)
+    assert laconic.sent_bytes(plan, given()) == expected
 
 
-def test_nothing_runs_and_nothing_is_allocated() -> None:
+def test_no_memory_is_allocated() -> None:
     huge = {"w": (10**6, 10**6), "b": (10**6,)}
     assert laconic.sent_bytes(laconic.ddp(), huge) == 4 * (10**12 + 10**6)
     assert laconic.sent_bytes(laconic.power_sgd(rank=4, rounds="two"), huge) == 4 * (4 * 2 * 10**6 + 10**6)
@@ -77,26 +77,26 @@ def test_each_dtype_counts_its_own_bytes() -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 3, 100])
-def test_the_payload_does_not_depend_on_how_many_listen(workers: int) -> None:
+def test_the_payload_does_not_depend_on_the_number_of_workers(workers: int) -> None:
     assert laconic.sent_bytes(laconic.power_sgd(), SHAPES, workers) == laconic.sent_bytes(laconic.power_sgd(), SHAPES)
 
 
-def test_a_worker_alone_sends_nothing() -> None:
+def test_a_single_worker_sends_nothing() -> None:
     assert laconic.sent_bytes(laconic.ddp(), SHAPES, workers=1) == 0
 
 
-def test_no_tensors_no_bytes() -> None:
+def test_empty_input_sends_no_bytes() -> None:
     assert laconic.sent_bytes(laconic.power_sgd(), {}) == 0
     assert laconic.sent_bytes(laconic.ddp(), {"none": (0, 3)}) == 0
 
 
 @pytest.mark.parametrize("workers", [0, -1, 1.5])
-def test_an_impossible_number_of_workers(workers: Any) -> None:
+def test_an_invalid_number_of_workers_is_refused(workers: Any) -> None:
     with pytest.raises(ValueError, match="workers"):
         laconic.sent_bytes(laconic.ddp(), SHAPES, workers)
 
 
-def test_anchored_plans_send_deltas_as_they_are_taken() -> None:
+def test_plans_with_an_anchor_send_encoded_deltas() -> None:
     plan = Plan(PostLocal(1, 4), Cast("bf16"))
     assert plan.needs_anchor
     assert laconic.sent_bytes(plan, SHAPES) == DENSE / 8
@@ -119,9 +119,9 @@ def test_deltas_of_half_precision_weights_are_fp32() -> None:
         (ErrorFeedback(Cast("fp16")), ErrorFeedback(Cast("fp16"))),
     ],
 )
-def test_what_a_codec_declines_travels_exactly(codec: Codec, runs: Codec) -> None:
+def test_tensors_that_a_codec_declines_are_sent_exactly(codec: Codec, runs: Codec) -> None:
     assert routed(codec) == runs
 
 
-def test_a_long_period_is_counted_at_once() -> None:
+def test_long_periods() -> None:
     assert laconic.sent_bytes(Plan(Every(50_000)), {"w": (50_000,)}) == 4

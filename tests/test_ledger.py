@@ -1,4 +1,4 @@
-"""The ledger: byte for byte, in Python and as JSON lines."""
+"""The ledger: totals, entries and JSON lines."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def test_totals_are_the_sums_of_entries(records: list[tuple[int, int, str]]) -> 
     assert sum(total.collectives for total in ledger.totals(by="phase").values()) == len(records)
 
 
-def test_json_lines_read_back(tmp_path: Path) -> None:
+def test_json_lines_equal_the_entries(tmp_path: Path) -> None:
     ledger = filled()
-    ledger.write(tmp_path / "talk.jsonl")
-    lines = [json.loads(line) for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
+    ledger.write(tmp_path / "ledger.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert lines == [json.loads(line) for line in ledger.jsonl()]
     assert lines[1] == {
         "step": 3,
@@ -79,6 +79,7 @@ def test_json_lines_read_back(tmp_path: Path) -> None:
         "payload_bytes": 200,
         "wire_bytes": 300,
         "seconds": 0.25,
+        "workers": 4,
     }
 
 
@@ -90,8 +91,8 @@ def test_the_last_entries_are_kept_and_all_are_counted() -> None:
     assert (ledger.payload_bytes, ledger.collectives) == (10, 5)
 
 
-def test_with_a_path_every_entry_is_on_disk_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "talk.jsonl"
+def test_with_a_path_every_entry_is_written_immediately(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path, keep=1)
     for payload in range(3):
         ledger.record("all_reduce", payload, workers=2, phase="gradient")
@@ -103,15 +104,15 @@ def test_with_a_path_every_entry_is_on_disk_at_once(tmp_path: Path) -> None:
     assert ledger.payload_bytes == 6
 
 
-def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_a_resumed_run_appends_to_the_same_file(tmp_path: Path) -> None:
     for _ in range(2):
-        ledger = Ledger(tmp_path / "talk.jsonl")
+        ledger = Ledger(tmp_path / "ledger.jsonl")
         ledger.record("all_reduce", 1, workers=2, phase="gradient")
         ledger.close()
-    assert len((tmp_path / "talk.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "ledger.jsonl").read_text().splitlines()) == 2
 
 
-def test_threads_lose_nothing() -> None:
+def test_concurrent_threads_record_every_entry() -> None:
     ledger = Ledger()
 
     def work() -> None:
@@ -127,12 +128,12 @@ def test_threads_lose_nothing() -> None:
     assert (ledger.payload_bytes, ledger.collectives, len(ledger.entries)) == (2000, 2000, 2000)
 
 
-def test_an_unknown_column_is_named() -> None:
+def test_an_unknown_column_is_refused() -> None:
     column: Any = "worker"
     with pytest.raises(ValueError, match=r"worker.*op.*level.*phase"):
         filled().totals(by=column)
 
 
-def test_how_many_entries_to_keep_is_no_negative_number() -> None:
+def test_keep_must_not_be_negative() -> None:
     with pytest.raises(ValueError, match=r"Ledger\(keep=-1\)"):
         Ledger(keep=-1)

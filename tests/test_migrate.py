@@ -12,18 +12,18 @@ from typer.testing import CliRunner
 
 import laconic
 from laconic.cli.migrate import migrate
-from laconic.migrate import Finding, Script, ScriptError
+from laconic.migrate import ParsedScript, ScriptChange, ScriptError
 
 TORCH, OURS, OPTIM = "torch.distributed.algorithms", "laconic.algorithms", "torch.distributed.optim"
 HOOKS, AVERAGING = f"{TORCH}.ddp_comm_hooks", f"{TORCH}.model_averaging"
 
 
 def rewritten(text: str) -> str:
-    return Script(text.encode()).rewritten().decode()
+    return ParsedScript(text.encode()).rewritten().decode()
 
 
-def found(text: str, kind: str = "misuse") -> list[Finding]:
-    return [finding for finding in Script(text.encode()).findings if finding.kind == kind]
+def found(text: str, kind: str = "misuse") -> list[ScriptChange]:
+    return [finding for finding in ParsedScript(text.encode()).findings if finding.kind == kind]
 
 
 # --- imports
@@ -57,7 +57,7 @@ def test_imports_change_and_nothing_else_does(before: str):
     changed = rewritten(before)
     assert changed == REWRITES[before]
     assert found(before, "import")
-    assert rewritten(changed) == changed and Script(changed.encode()).findings == []
+    assert rewritten(changed) == changed and ParsedScript(changed.encode()).findings == []
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_imports_change_and_nothing_else_does(before: str):
     ],
 )
 def test_other_scripts_have_no_findings(text: str):
-    assert Script(text.encode()).findings == [] and rewritten(text) == text
+    assert ParsedScript(text.encode()).findings == [] and rewritten(text) == text
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_errors_are_exit_code_2_and_other_files_are_still_read(tmp_path: Path):
 )
 def test_a_file_that_is_not_python_is_an_error(code: bytes):
     with pytest.raises(ScriptError, match=r"script:1: .*nothing was changed"):
-        Script(code)
+        ParsedScript(code)
 
 
 @pytest.mark.parametrize("text", [f"{LINE}\rx = 1\r", f"{LINE}\n\x0cx = 1\n"])

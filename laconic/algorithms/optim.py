@@ -37,7 +37,7 @@ class PostLocalSGDOptimizer(Optimizer):
         super().__init__(optim.param_groups, optim.defaults)
         self._initialized = True
 
-    # With this flag a GradScaler always calls `step`, which skips the local update: see `laconic.session.grad_scaler`.
+    # With this flag a GradScaler always calls `step`. After an overflow `LossScaling` skips the local update only.
     _step_supports_amp_scaling = True
 
     @property

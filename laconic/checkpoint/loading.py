@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from laconic.checkpoint.files import FileRecord, check_file, read_manifest, read_worker_file, worker_file
 from laconic.checkpoint.folder import complete, discard
-from laconic.checkpoint.manifest import Manifest, check_file, read_manifest, worker_file
 from laconic.checkpoint.records import Checkpoint, CheckpointError, Loaded
-from laconic.checkpoint.worker_file import read_worker_file
-from laconic.checkpoint.workers import resolve_worker
+from laconic.values import is_whole
 
 logger = logging.getLogger("laconic.checkpoint")
 
@@ -55,8 +54,7 @@ def load(
         saved = checkpoint.load("checkpoints")
         model.load_state_dict(saved.state["model"])
 
-    Tensors are on the CPU. A damaged checkpoint is skipped with a warning, and listed in `skipped` of the result. If
-    `step` is damaged, or no checkpoint is good, that is a `CheckpointError`.
+    Tensors are on the CPU. A damaged checkpoint is skipped with a warning, and listed in `skipped` of the result.
 
     `worker` and `workers` default to those of torch.distributed, or 0 and 1 without it. A checkpoint of another number
     of workers is refused, as each worker has its own state: load all of them, `load(folder, worker=w)`, and `resize`.
@@ -72,20 +70,43 @@ def load(
     place, (worker, workers) = Path(folder), resolve_worker(worker, workers)
     found, skipped = _found(place, step, "load"), list[Checkpoint]()
     for each in reversed(found) if step is None else [step]:
-        inspected, result = _inspect(each, found[each], _reader(worker, workers, check))
-        if isinstance(result, Loaded):
-            return replace(result, skipped=tuple(skipped))
-        if result is not None:
-            raise CheckpointError(result, tuple(skipped))
+        inspected, state = _inspect(each, found[each], partial(_read_own, own=worker, check=check))
+        saved_by = inspected.workers or 0
+        if inspected.good and (worker >= saved_by or workers not in (None, saved_by)):
+            raise CheckpointError(
+                f"load(worker={worker}, workers={workers}): {inspected.path} was saved by {saved_by} workers, and each "
+                f"has its own state. Load all, load(folder, worker=w) for w in range({saved_by}), and resize them."
+            )
+        if inspected.good:
+            return Loaded(state, each, worker, saved_by, tuple(skipped))
         skipped.append(inspected)
         if step is None:
             logger.warning("%s is damaged and was skipped: %s", inspected.path, inspected.problem)
     problems = "".join(f"\n  step {each.step}: {each.problem}" for each in skipped) or " there is none."
     raise CheckpointError(
         f"load(step={step}): no good checkpoint in {place}:{problems}\n  Load another step, restore the folder from a "
-        "copy, or start again; checkpoints(folder) is empty where nothing was saved.",
-        tuple(skipped),
+        "copy, or start again; checkpoints(folder) is empty where nothing was saved."
     )
+
+
+def resolve_worker(worker: int | None, workers: int | None) -> tuple[int, int | None]:
+    """Check the index of a worker; by default it is the rank in torch.distributed, or 0 of 1.
+
+    >>> resolve_worker(None, None), resolve_worker(2, 4), resolve_worker(2, None)
+    ((0, 1), (2, 4), (2, None))
+    """
+    if worker is None and workers is None:
+        return (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
+    if worker is None or not is_whole(worker, 0) or not (workers is None or is_whole(workers, worker + 1)):
+        raise ValueError(
+            f"worker={worker!r}, workers={workers!r}: give whole numbers, such as worker=0, workers=4. "
+            "Workers count from 0, so worker is below workers."
+        )
+    return worker, workers
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _found(folder: Path, step: int | None, caller: str) -> dict[int, Path]:
@@ -100,61 +121,32 @@ def _steps(found: dict[int, Path]) -> str:
     return f"It has the steps {', '.join(map(str, found))}." if found else "It has no checkpoint."
 
 
-def _inspect(step: int, path: Path, read: Callable[[Path, Manifest], T]) -> tuple[Checkpoint, T | None]:
+def _inspect(step: int, path: Path, read: Callable[[Path, list[FileRecord]], T]) -> tuple[Checkpoint, T | None]:
     """Read something from a checkpoint. If it is damaged, return None and the problem."""
-    manifest = None
+    workers = None
     try:
-        manifest = read_manifest(path, step)
-        return Checkpoint(step, path, manifest.workers), read(path, manifest)
+        records = read_manifest(path, step)
+        workers = len(records)
+        return Checkpoint(step, path, workers), read(path, records)
     except (CheckpointError, OSError) as error:
-        return Checkpoint(step, path, None if manifest is None else manifest.workers, str(error)), None
+        return Checkpoint(step, path, workers, str(error)), None
 
 
-def _reader(
-    worker: int, workers: int | None, check: str, *, discard_data: bool = False
-) -> Callable[[Path, Manifest], Loaded | str]:
-    """Return a function that reads a worker's state from a checkpoint, or returns why it does not fit the worker."""
-
-    def read(path: Path, manifest: Manifest) -> Loaded | str:
-        misfit = _misfit(path, manifest, worker, workers)
-        _check_sizes(path, manifest)
-        for name in map(worker_file, range(manifest.workers) if check == "all" else ()):
-            if misfit or name != worker_file(worker):
-                check_file(path / name, manifest.files[name])
-        if misfit:
-            return misfit
-        state = _read_state(path, manifest, worker, discard_data=discard_data)
-        return Loaded(state, manifest.step, worker, manifest.workers)
-
-    return read
+def _check_sizes(path: Path, records: list[FileRecord]) -> None:
+    for worker, record in enumerate(records):
+        check_file(path / worker_file(worker), record, size_only=True)
 
 
-def _misfit(path: Path, manifest: Manifest, worker: int, workers: int | None) -> str:
-    if workers is not None and workers != manifest.workers:
-        return (
-            f"{path} was saved by {manifest.workers} workers, and {workers} load it. Each worker has its own state: "
-            f"load all, load(folder, worker=w) for w in range({manifest.workers}), and resize(states, {workers})."
-        )
-    if worker >= manifest.workers:
-        return f"{path} was saved by {manifest.workers} workers, so it has no worker {worker}."
-    return ""
+def _check_all(path: Path, records: list[FileRecord]) -> None:
+    for worker, record in enumerate(records):
+        read_worker_file(path / worker_file(worker), record, discard_data=True)
 
 
-def _check_sizes(path: Path, manifest: Manifest) -> None:
-    for name, record in manifest.files.items():
-        check_file(path / name, record, size_only=True)
-
-
-def _check_all(path: Path, manifest: Manifest) -> None:
-    for worker in range(manifest.workers):
-        _read_state(path, manifest, worker, discard_data=True)
-
-
-def _read_state(path: Path, manifest: Manifest, worker: int, *, discard_data: bool = False) -> Any:
-    """Read a worker's file, after its digest was checked."""
-    name = worker_file(worker)
-    check_file(path / name, manifest.files[name])
-    return read_worker_file(path / name, discard_data=discard_data)
+def _read_own(path: Path, records: list[FileRecord], own: int, check: str) -> Any:
+    """Check the files, and return the state of this worker, if there is such a worker."""
+    for worker, record in enumerate(records):
+        check_file(path / worker_file(worker), record, size_only=worker == own or check == "own")
+    return read_worker_file(path / worker_file(own), records[own]) if own < len(records) else None
 
 
 def newest_common(folder: StrPath, *, worker: int | None = None, workers: int | None = None) -> int:
@@ -166,32 +158,33 @@ def newest_common(folder: StrPath, *, worker: int | None = None, workers: int | 
     Each worker reads its own file only. So the workers may also have folders of their own, on their own disks, each
     saved as by a single worker: `newest_common(folder, worker=0, workers=1)`.
     """
-    place, read = Path(folder), _reader(*resolve_worker(worker, workers), check="own", discard_data=True)
-    found, limit = complete(place), 2**63 - 1
+    found, limit = complete(Path(folder)), 2**63 - 1
 
     def is_good(step: int) -> bool:
-        inspected, result = _inspect(step, found[step], read)
-        if not inspected.good:
-            logger.warning("%s is damaged and was skipped: %s", inspected.path, inspected.problem)
-        return isinstance(result, Loaded)
+        try:
+            load(folder, step=step, worker=worker, workers=workers, check="own")
+        except CheckpointError as error:
+            logger.warning("%s", error)
+            return False
+        return True
 
     while True:
         own = next((step for step in reversed(found) if step <= limit and is_good(step)), -1)
-        lowest, highest = _minimum(own), -_minimum(-own)
+        lowest, highest = _lowest_and_highest(own)
         if lowest < 0:
-            raise CheckpointError(f"newest_common: no step in {place} is good on every worker. {_steps(found)}")
+            raise CheckpointError(f"newest_common: no step in {folder} is good on every worker. {_steps(found)}")
         if lowest == highest:
             return lowest
         limit = lowest
 
 
-def _minimum(value: int) -> int:
-    """Return the smallest of the workers' values."""
-    if not dist.is_available() or not dist.is_initialized():
-        return value
-    least = torch.tensor(value, dtype=torch.int64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return int(least)
+def _lowest_and_highest(value: int) -> tuple[int, int]:
+    """Compare a value with those of the other workers."""
+    if not _distributed():
+        return value, value
+    ends = torch.tensor([value, -value], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(ends, dist.ReduceOp.MIN)
+    return int(ends[0]), -int(ends[1])
 
 
 def rewind(folder: StrPath, step: int) -> list[Checkpoint]:

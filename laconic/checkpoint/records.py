@@ -8,15 +8,7 @@ from typing import Any
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or is damaged.
-
-    The message names the file, what was found, the rule, and the way out. `skipped` lists the checkpoints that a
-    search for a good one rejected.
-    """
-
-    def __init__(self, message: str, skipped: tuple[Checkpoint, ...] = ()) -> None:
-        super().__init__(message)
-        self.skipped = skipped
+    """A checkpoint could not be written, or is damaged."""
 
 
 @dataclass(frozen=True)

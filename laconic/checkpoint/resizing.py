@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from laconic.checkpoint.workers import is_whole
+from laconic.values import is_whole
 
 RESIDUAL = "residual"
 
@@ -21,8 +22,6 @@ def resize(
     >>> old = [{"state": {"gradient": {"residual": {"w": torch.tensor([x])}}}} for x in (1.0, 2.0, 4.0)]
     >>> [state["state"]["gradient"]["residual"]["w"].item() for state in resize(old, workers=2)]
     [3.0, 4.0]
-    >>> [state["state"]["gradient"]["residual"]["w"].item() for state in resize(old, workers=4)]
-    [1.0, 2.0, 4.0, 0.0]
 
     Workers that stay keep their residuals, and get an equal share of those of the workers that leave. Workers that join
     start with zero residuals. All other state is shared; it is that of worker 0, and not copied.
@@ -31,57 +30,36 @@ def resize(
     with fewer workers, and less far with more. `conserve="mean"` scales the residuals by new / old number of workers,
     so that the next syncs add the same to the average.
     """
-    if not states or not is_whole(workers, 1):
-        raise ValueError(
-            f"resize({len(states)} states, workers={workers!r}): give each old worker's state, and at least 1 worker."
-        )
-    if conserve not in ("sum", "mean"):
-        raise ValueError(f'resize(conserve={conserve!r}): conserve must be "sum" or "mean", of the residuals.')
+    call = f"resize({len(states)} states, workers={workers!r}, conserve={conserve!r})"
+    if not states or not is_whole(workers) or conserve not in ("sum", "mean"):
+        raise ValueError(f'{call}: give each old worker\'s state, at least 1 worker, and conserve="sum" or "mean".')
     for name in ("plan", "step"):
-        _check_same(name, [state.get(name) for state in states])
+        for worker, state in enumerate(states):
+            if state.get(name) != states[0].get(name):
+                raise ValueError(
+                    f"{call}: worker {worker} was saved with {name} {state.get(name)!r} and worker 0 with "
+                    f"{states[0].get(name)!r}. Give the states of one checkpoint, one for each worker that saved it."
+                )
     scale = workers / len(states) if conserve == "mean" else 1.0
-    return [_resize(states, worker, workers, scale) for worker in range(workers)]
+    return [_resize(states, (), partial(_share, worker, workers, scale)) for worker in range(workers)]
 
 
-def _check_same(name: str, values: list[Any]) -> None:
-    for worker, value in enumerate(values):
-        if value != values[0]:
-            raise ValueError(
-                f"resize: worker {worker} was saved with {name} {value!r} and worker 0 with {values[0]!r}. "
-                "Give the states of one checkpoint, one for each worker that saved it."
-            )
+def _resize(trees: Sequence[Any], path: tuple[Any, ...], share: Callable[[Sequence[Any]], Tensor]) -> Any:
+    """Return a new worker's copy of a tree; `trees` are those of the old workers, None where one has none."""
+    if any(isinstance(tree, Mapping) for tree in trees):
+        mappings = [tree if isinstance(tree, Mapping) else {} for tree in trees]
+        keys = dict.fromkeys(key for mapping in mappings for key in mapping)
+        return {key: _resize([each.get(key) for each in mappings], (*path, key), share) for key in keys}
+    if path[-2:-1] == (RESIDUAL,):  # by parameter; a parameter may be named "residual", too
+        return share(trees)
+    return next((tree for tree in trees if tree is not None), None)
 
 
-def _resize(trees: Sequence[Any], worker: int, workers: int, scale: float) -> Any:
-    """Return a new worker's copy of a tree; `trees` are those of the old workers that have it."""
-    if not isinstance(trees[0], Mapping):
-        return trees[0]
-    mappings = [tree if isinstance(tree, Mapping) else {} for tree in trees]
-    result = {}
-    for key in dict.fromkeys(key for mapping in mappings for key in mapping):
-        values = [mapping.get(key) for mapping in mappings]
-        if key == RESIDUAL and any(isinstance(value, Mapping) for value in values):
-            residuals = [value if isinstance(value, Mapping) else {} for value in values]
-            names = dict.fromkeys(name for each in residuals for name in each)
-            result[key] = {
-                name: _share([each.get(name) for each in residuals], worker, workers, scale) for name in names
-            }
-        else:
-            result[key] = _resize([value for value in values if value is not None] or [None], worker, workers, scale)
-    return result
-
-
-def _share(residuals: Sequence[Tensor | None], worker: int, workers: int, scale: float) -> Tensor:
+def _share(worker: int, workers: int, scale: float, residuals: Sequence[Tensor | None]) -> Tensor:
     """Return a new worker's residual of one parameter. A missing residual counts as zero."""
     like = next(each for each in residuals if each is not None)
+    zero = torch.zeros_like(like, dtype=torch.float64)
+    all_old = [zero if each is None else each.to(zero) for each in residuals]
     stay = min(len(residuals), workers)
-    share = torch.zeros_like(like, dtype=torch.float64)
-    if worker < stay:
-        for leaver in residuals[stay:]:
-            if leaver is not None:
-                share += leaver.to(share)
-        share /= stay
-        own = residuals[worker]
-        if own is not None:
-            share += own.to(share)
+    share = all_old[worker] + sum(all_old[stay:], start=zero) / stay if worker < stay else zero
     return (share * scale).to(like.dtype)

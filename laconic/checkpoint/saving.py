@@ -2,7 +2,7 @@
 
     worker 0       create .step-42.tmp │           │ write, wait for all parts, manifest, rename to step-42, prune
                                     barrier     barrier
-    other workers                      │ open it   │ write, wait until .step-42.tmp is gone
+    other workers                      │ find it   │ write, wait until .step-42.tmp is gone
 
 The barrier is called twice, in the caller's thread. After that the workers coordinate through the folder alone, so the
 rest can run in the background without interleaving with collectives.
@@ -14,24 +14,27 @@ import logging
 import os
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from laconic.checkpoint.loading import StrPath
+import torch.distributed as dist
+
+from laconic.checkpoint.loading import StrPath, resolve_worker
 from laconic.checkpoint.records import CheckpointError
-from laconic.checkpoint.transaction import SaveTransaction
+from laconic.checkpoint.transaction import Contents, SaveTransaction
 from laconic.checkpoint.tree import flatten, snapshot
-from laconic.checkpoint.workers import Barrier, is_whole, resolve_barrier, resolve_worker
+from laconic.values import is_number, is_whole
 
 logger = logging.getLogger("laconic.checkpoint")
 
+Barrier: TypeAlias = Callable[[], object] | dist.ProcessGroup | None
+Run: TypeAlias = Generator[None, Contents, None]
+
 
 class Saving:
-    """A save that is running or has ended.
-
-    Waiting for it is optional: the next save does, and so does the interpreter at exit.
-    """
+    """A save that is running or has ended. Waiting for it is optional: the next save does, and the interpreter."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -48,10 +51,6 @@ class Saving:
         """Wait until it has ended, and return whether the checkpoint is in place."""
         self._ended.wait()
         return self.error is None
-
-    def __repr__(self) -> str:
-        state = "running" if not self.ended else "in place" if self.error is None else "failed"
-        return f"<Saving step {self.step}: {state}>"
 
 
 _last: dict[tuple[str, int], Saving] = {}
@@ -83,77 +82,86 @@ def save(
     process group, makes the workers wait for each other; it is called twice, in this thread. `timeout_s` is how long a
     worker that has written its file waits for the others.
     """
-    index, size = resolve_worker(worker, workers)
-    if size is None:
-        raise ValueError(f"save(worker={worker}): give the number of workers, as in save(..., worker=0, workers=4).")
-    _check(step, keep, timeout_s)
-    call_barrier = resolve_barrier(barrier, size)
-    key = (os.path.realpath(folder), index)
+    worker, workers = resolve_worker(worker, workers)
+    _check("workers", workers, workers is not None, "given with worker, as in save(..., worker=0, workers=4)")
+    _check("step", step, is_whole(step, 0) and step < 2**63, "a whole number from 0 up, such as session.step")
+    _check("keep", keep, is_whole(keep), "a whole number from 1 up, such as 10**9 to keep all")
+    _check("timeout_s", timeout_s, is_number(timeout_s) and timeout_s > 0, "a number of seconds above 0")
+    call_barrier = _resolve_barrier(barrier, workers := workers or 1)
+    key = (os.path.realpath(folder), worker)
     if key in _last:
         _last[key].wait()
-    saving, transaction = Saving(step), SaveTransaction(Path(folder), step, index, size, keep, timeout_s)
-    run = _run(saving, transaction, state, call_barrier, copy=not wait)
-    next(run)
+    run = SaveTransaction(Path(folder), step, worker, workers, keep, timeout_s).run()
+    saving, contents = Saving(step), _prepare(run, state, call_barrier, copy=not wait)
     if wait:
-        _finish(run, saving)
+        _finish(saving, run, contents, folder)
         if saving.error is not None:
             raise saving.error
     else:
         _last[key] = saving
-        threading.Thread(target=_finish, args=(run, saving), name=f"save step {step}").start()
+        threading.Thread(target=_finish, args=(saving, run, contents, folder), name=f"save step {step}").start()
     return saving
 
 
-def _check(step: object, keep: object, timeout_s: object) -> None:
-    if not is_whole(step, 0):
-        raise ValueError(f"save(step={step!r}): step must be a whole number from 0 up, such as session.step.")
-    if not is_whole(keep, 1):
-        raise ValueError(f"save(keep={keep!r}): keep must be a whole number from 1 up. To keep all, use keep=10**9.")
-    if type(timeout_s) not in (int, float) or not timeout_s > 0:  # type: ignore[operator]
-        raise ValueError(f"save(timeout_s={timeout_s!r}): timeout_s must be a number of seconds above 0.")
+def _check(name: str, value: object, valid: bool, rule: str) -> None:
+    if not valid:
+        raise ValueError(f"save({name}={value!r}): {name} must be {rule}.")
 
 
-def _run(
-    saving: Saving, transaction: SaveTransaction, state: Any, call_barrier: Callable[[], object], copy: bool
-) -> Iterator[None]:
-    """Save in two parts: up to the yield in the caller's thread, the rest in any thread.
+def _resolve_barrier(barrier: Barrier, workers: int) -> Callable[[], object]:
+    """Return the callable that waits for all workers."""
+    if workers == 1:
+        return lambda: None
+    if callable(barrier):
+        return barrier
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(barrier) != workers:
+        raise ValueError(
+            f"save(workers={workers}, barrier={barrier!r}): the workers must wait for each other. Give a process group "
+            "of those that save, or a callable that returns when all have called it."
+        )
+    return lambda: dist.barrier(barrier)
 
-    A wrong `state` raises in the first part, but after the barriers, where the other workers wait. A problem with the
-    disk raises in the second.
+
+def _prepare(run: Run, state: Any, call_barrier: Callable[[], object], copy: bool) -> Contents | Exception:
+    """Do what the caller's thread must do; return what to write, or a problem with the disk or memory.
+
+    A wrong `state` raises, but after the barriers, where the other workers wait.
     """
+    problem: Exception | None = None
     try:
-        problem = transaction.begin()
+        next(run)
+    except (OSError, CheckpointError) as error:
+        problem = error
+    try:
         call_barrier()
-        transaction.open_folder()
+        next(run, None)
         call_barrier()
         skeleton, tensors = flatten(state)
-        if copy and problem is None:
-            try:
-                tensors = {name: snapshot(t) for name, t in tensors.items()}
-            except (RuntimeError, MemoryError) as error:
-                problem = error
-        yield
-        if problem is not None:
-            raise problem
-        transaction.write(skeleton, tensors)
-        logger.info("step %d is saved in %s by worker %d", saving.step, transaction.folder, transaction.worker)
+    except BaseException as error:
+        run.throw(error)  # rolls back
+        raise
+    try:
+        return problem or (skeleton, {name: snapshot(t) for name, t in tensors.items()} if copy else tensors)
+    except (RuntimeError, MemoryError) as error:
+        return error
+
+
+def _finish(saving: Saving, run: Run, contents: Contents | Exception, folder: StrPath) -> None:
+    """Write the contents, in any thread."""
+    try:
+        with suppress(StopIteration):
+            run.throw(contents) if isinstance(contents, Exception) else run.send(contents)
+        logger.info("step %d is saved in %s", saving.step, folder)
     except BaseException as error:
         saving.error = CheckpointError(
-            f"step {saving.step} was not saved in {transaction.folder}: {error}\n"
-            "  The older checkpoints are as they were. The next save tries again; if the disk is full, free some space "
-            "or keep fewer."
+            f"step {saving.step} was not saved in {folder}: {error}\n  The older checkpoints are as they were. "
+            "The next save tries again; if the disk is full, free some space or keep fewer."
         )
         saving.error.__cause__ = error
-        transaction.roll_back()
-        raise
-    finally:
-        transaction.close()
-        saving._ended.set()
-
-
-def _finish(run: Iterator[None], saving: Saving) -> None:
-    try:
-        next(run, None)
-    except Exception as error:
+        if not isinstance(error, Exception):
+            raise
         logger.error("%s", saving.error)
-        traceback.clear_frames(error.__traceback__)  # they would keep the copied tensors alive
+        del contents  # the traceback would keep the copied tensors alive
+        traceback.clear_frames(error.__traceback__)
+    finally:
+        saving._ended.set()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.checkpoint.records import CheckpointError
-from laconic.checkpoint.workers import is_whole
+from laconic.values import is_whole
 
 MAX_DEPTH = 64
 _ALLOWED = "Save dicts, lists, tuples, tensors, strings, numbers, bools and None."
@@ -68,7 +68,7 @@ def flatten(state: Any) -> tuple[Any, dict[str, Tensor]]:
     >>> flatten({"model": {"a/b": torch.zeros(2)}, "step": 3})
     ({'dict': [['model', {'dict': [['a/b', {'tensor': 'model/a/b'}]]}], ['step', 3]]}, {'model/a/b': tensor([0., 0.])})
     """
-    tensors: dict[str, Tensor] = {}
+    tensors = dict[str, Tensor]()
     return _flatten(state, (), tensors), tensors
 
 
@@ -101,11 +101,9 @@ def _add(t: Tensor, path: Path, tensors: dict[str, Tensor]) -> Any:
             f"{_shown(path)} is a {type(t).__name__} of {t.dtype} with layout {t.layout} on {t.device}, which a "
             "checkpoint does not hold. Save a dense tensor with data, such as its to_local(), to_dense() or int_repr()."
         )
-    base = "/".join(map(str, path)).encode("utf-8", "backslashreplace").decode()
-    name, count = base, 1
+    name = "/".join(map(str, path)).encode("utf-8", "backslashreplace").decode()
     while name in tensors or name == "__metadata__":  # {"a": {"b": x}, "a/b": y}; safetensors reserves __metadata__
-        count += 1
-        name = f"{base}#{count}"
+        name += "#"
     tensors[name] = t.detach() if dtype in NATIVE_DTYPES else as_bytes(t)
     return {"tensor": name} if dtype in NATIVE_DTYPES else {"bytes": [name, dtype, list(t.shape)]}
 
@@ -122,22 +120,22 @@ def unflatten(skeleton: Any, read: ReadTensor, depth: int = 0) -> Any:
     """
     if depth > MAX_DEPTH:
         raise CheckpointError(f"it is nested more than {MAX_DEPTH} deep.")
-    match skeleton:
-        case list():
-            return [unflatten(item, read, depth + 1) for item in skeleton]
-        case {"dict": list(pairs), **rest} if not rest:
+    if isinstance(skeleton, list):
+        return [unflatten(item, read, depth + 1) for item in skeleton]
+    if not isinstance(skeleton, dict):
+        return skeleton
+    match list(skeleton.items()):
+        case [("dict", list(pairs))]:
             return _unflatten_dict(pairs, read, depth)
-        case {"tuple": list(items), **rest} if not rest:
-            return tuple(unflatten(item, read, depth + 1) for item in items)
-        case {"tensor": str(name), **rest} if not rest:
+        case [("tuple", list(items))]:
+            return tuple(unflatten(items, read, depth))
+        case [("tensor", str(name))]:
             return read(name)
-        case {"bytes": [str(name), str(dtype), list(shape)], **rest} if not rest and dtype in AS_BYTES:
+        case [("bytes", [str(name), str(dtype), list(shape)])] if dtype in AS_BYTES:
             return _from_bytes(read(name), AS_BYTES[dtype], shape)
-        case {"float": "nan" | "inf" | "-inf" as text, **rest} if not rest:
+        case [("float", "nan" | "inf" | "-inf" as text)]:
             return float(text)
-        case dict():
-            raise CheckpointError(f"it has an object of unknown kind: {str(skeleton)[:80]}.")
-    return skeleton
+    raise CheckpointError(f"it has an object of unknown kind: {str(skeleton)[:80]}.")
 
 
 def _unflatten_dict(pairs: list[Any], read: ReadTensor, depth: int) -> dict[str | int, Any]:
@@ -152,7 +150,6 @@ def _unflatten_dict(pairs: list[Any], read: ReadTensor, depth: int) -> dict[str 
 
 
 def _from_bytes(data: Tensor, dtype: torch.dtype, shape: list[Any]) -> Tensor:
-    fits = all(is_whole(size, 0) for size in shape) and data.numel() == math.prod(shape) * dtype.itemsize
-    if data.dtype is not torch.uint8 or not fits:
+    if data.dtype is not torch.uint8 or not all(is_whole(size, 0) for size in shape):
         raise CheckpointError(f"it has a tensor of {dtype} and shape {str(shape)[:80]} that its bytes do not fit.")
     return data.view(dtype).view(shape)

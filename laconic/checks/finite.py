@@ -2,8 +2,8 @@
 
 A message is smaller than the gradients, and a non-finite gradient makes a codec's message non-finite. On the CPU, a
 worker with non-finite numbers also sets the first number of its message to NaN: a mean of finite numbers is finite, as
-they are divided before they are summed, so all workers look only at the first number of the mean. On a GPU nothing waits
-for the result: fused optimizers skip the step on the device, and the worker is named a step later.
+they are divided before they are summed, so all workers look only at the first number of the mean. On a GPU nothing
+waits for the result: fused optimizers skip the step on the device, and the worker is named a step later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from laconic.checks.errors import NonFiniteError
 from laconic.checks.outliers import names
 from laconic.codecs.packing import side_by_side
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Exchange, Mean, Request, all_finite
+from laconic.comm.requests import Averaged, Exchange, Mean, Request, all_finite
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,7 @@ class NonFiniteCheck:
         own: list[Finding] = []
         means: list[bool] = []
         answer: Tensor | None = None
+        end: Averaged | None = None
         while True:
             try:
                 request = exchange.send(answer)  # type: ignore[arg-type]  # the first send starts it, with None
@@ -118,6 +119,7 @@ class NonFiniteCheck:
             else:
                 own.append(_finding(x, tensors, first=not own))
                 answer = yield request
+        assert end is not None
         if share < 1:
             for t in end.mean.values():
                 t.mul_(1 / share if share else torch.nan)

@@ -1,1 +1,1 @@
-"""The `laconic` command: `main.py`, one file for each command, and what they show."""
+"""The `laconic` command: `main.py`, one file for each subcommand, and the display."""

@@ -1,7 +1,7 @@
-"""The `laconic` command: its list of commands, and how it ends.
+"""The `laconic` command: its subcommands and exit codes.
 
-A user's mistake ends with one paragraph on stderr and exit code 2, a failed worker with 1, a signal with
-128 and its number. A traceback means a defect of laconic.
+A user's mistake gives one paragraph on stderr and exit code 2, a failed worker 1, a signal 128 plus its number. A
+traceback is a defect of laconic.
 """
 
 import os
@@ -39,13 +39,12 @@ def _show_version(wanted: bool) -> None:
 def laconic_command(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave."),
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     """Train PyTorch models over networks that are too slow for them."""
 
 
-# The commands, one line each.
 app.command()(train)
 app.command()(compare)
 app.command()(migrate)
@@ -54,7 +53,7 @@ app.command()(serve)
 
 
 def main() -> None:
-    """Runs the command that the arguments name."""
+    """Run the subcommand that the arguments name."""
     with stoppable():
         try:
             app()

@@ -11,7 +11,7 @@ import typer
 from laconic.checkpoint.atomic_write import write_atomically
 
 if TYPE_CHECKING:
-    from laconic.migrate import Script
+    from laconic.migrate import ParsedScript
 
 
 def migrate(
@@ -29,15 +29,15 @@ def migrate(
 def _migrate_one(file: Path, write: bool) -> int:
     """Return the exit code for one file."""
     try:
-        from laconic.migrate import Script  # LibCST is optional
+        from laconic.migrate import ParsedScript  # LibCST is optional
 
         if file.suffix == ".ipynb":
             raise ValueError(
                 f"{file}: a notebook is not a script. Export it: jupyter nbconvert --to script {file.name}"
             )
-        script = Script(file.read_bytes(), str(file))
+        script = ParsedScript(file.read_bytes(), str(file))
         changed = script.rewritten() if write else script.code
-        left = len(Script(changed, str(file)).findings)
+        left = len(ParsedScript(changed, str(file)).findings)
         if changed != script.code:
             write_atomically(os.path.realpath(file), changed)  # a link stays one
     except FileNotFoundError:
@@ -54,7 +54,7 @@ def _migrate_one(file: Path, write: bool) -> int:
     return int(left > 0)
 
 
-def _show(file: Path, script: Script, left: int, is_written: bool) -> None:
+def _show(file: Path, script: ParsedScript, left: int, is_written: bool) -> None:
     for each in script.findings:
         kind = "changed" if is_written and each.kind == "import" else each.kind
         rule = "" if each.rule == each.kind else f" ({each.rule})"

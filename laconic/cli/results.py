@@ -1,4 +1,4 @@
-"""What `train` and `compare` end with: the closing table, and the same numbers as JSON."""
+"""The closing table of `train` and `compare`, and their result files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,20 +7,20 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from laconic.compare.files import as_json, temporary_beside, write_whole
-from laconic.compare.lab.training import Outcome
+from laconic.compare.files import write_temporary, write_whole
+from laconic.compare.records import Outcome, as_json
 from laconic.compare.settings import LabError
 from laconic.compare.units import human_bytes, times_fewer
 
 
 def closing_table(outcomes: Sequence[Outcome]) -> Table:
-    """One row for each plan: what it learned, what it sent, how long it took."""
+    """One row for each plan: its losses, the bytes sent, the seconds."""
     first = outcomes[0]
     table = Table(title=_title(first), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("plan", overflow="fold")
-    aim = [] if first.until_loss is None else [f"to {first.until_loss:g}", "sooner"]
+    target = [] if first.until_loss is None else [f"to {first.until_loss:g}", "sooner"]
     seconds = "seconds" if first.clock == "measured" else "seconds\n(computed)"
-    for heading in (f"{first.loss_of} loss", "sent by each", "fewer", seconds, *aim):
+    for heading in (f"{first.loss_of} loss", "sent by each", "fewer", seconds, *target):
         table.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
         table.add_row(
@@ -29,7 +29,7 @@ def closing_table(outcomes: Sequence[Outcome]) -> Table:
             human_bytes(outcome.sent_bytes),
             times_fewer(first.sent_bytes, outcome.sent_bytes),
             f"{outcome.seconds:.1f}",
-            *([] if first.until_loss is None else _aim(first, outcome)),
+            *(_target(first, outcome) if target else []),
         )
     return table
 
@@ -42,19 +42,19 @@ def _title(first: Outcome) -> str:
     return title if first.clock == "measured" else f"{title}, the link's time computed"
 
 
-def _aim(first: Outcome, outcome: Outcome) -> tuple[str, str]:
+def _target(first: Outcome, outcome: Outcome) -> tuple[str, str]:
     if not outcome.reached:
         return "no", "-"
     return f"{outcome.seconds:.1f}", f"{first.seconds / outcome.seconds:.1f}x" if first.reached else "-"
 
 
 def check_writable(path: Path, option: str = "--json") -> None:
-    """Tries, before any training, what will be done with the file after it."""
+    """Refuse, before any training, a file that could not be written after it."""
     if path.is_dir():
         example = path / {"--json": "results.json", "--png": "results.png"}.get(option, "results.html")
         raise LabError(f"{option} {path}: that is a folder. Name a file in it, such as {example}.")
     try:
-        temporary_beside(path).unlink()
+        write_temporary(path).unlink()
     except OSError as error:
         raise LabError(
             f"{option} {path}: no file can be written in {path.absolute().parent} ({error.strerror}). "
@@ -63,5 +63,5 @@ def check_writable(path: Path, option: str = "--json") -> None:
 
 
 def write_json(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Writes a list with one object for each plan, whole or not at all."""
+    """Write a JSON list with one object for each plan."""
     write_whole(path, as_json(outcomes).encode())

@@ -1,4 +1,4 @@
-"""Runs trainings one after another and shows them: what `train` and `compare` have in common."""
+"""Runs trainings one after another and shows them, for `train` and `compare`."""
 
 import os
 import sys
@@ -11,28 +11,26 @@ from pathlib import Path
 import torch.distributed as dist
 
 from laconic.cli.results import check_writable, write_json
-from laconic.cli.view import Row, SilentView, View, make_view
+from laconic.cli.view import Row, View, make_view
 from laconic.compare.folders import run_folder
+from laconic.compare.lab import script as lab
 from laconic.compare.lab.tasks import check_data
-from laconic.compare.lab.training import Outcome, start_group, train
-from laconic.compare.launch import Network, check_port, launch
+from laconic.compare.launch import Network, check_port, launch, report_variables, variables
 from laconic.compare.links import Link
-from laconic.compare.progress import following
-from laconic.compare.records import curve, thinned, with_record
+from laconic.compare.progress import Progress, following, progress_file
+from laconic.compare.records import Outcome, read_outcome
 from laconic.compare.report import check_drawable, write_page, write_png
-from laconic.compare.reporter import progress_file
-from laconic.compare.reporting import Progress
-from laconic.compare.script import Script, launch_script
-from laconic.compare.settings import LabError, Place, Settings, check_workers, found_place, usable_cores
-from laconic.compare.slow_link import NoSlowLink, SlowLink, slow_link
-from laconic.compare.unfinished import Run, Unfinished
+from laconic.compare.reporter import write_goal
+from laconic.compare.settings import LabError, Place, Run, Script, Settings, check_workers, found_place, usable_cores
+from laconic.compare.slow_link import NoSlowLink, slow_link
+from laconic.compare.unfinished import Unfinished
 
 DEFAULT_WORKERS = 4
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What a command was told beside the runs themselves."""
+class CommandOptions:
+    """The options of a command that do not belong to its runs."""
 
     port: int
     oversubscribe: bool
@@ -46,7 +44,7 @@ class Surroundings:
 
 
 def workers_here(given: int | None) -> int:
-    """The number of workers: torchrun's if it has started us, else the one given, else four."""
+    """The number of workers: torchrun's if it started this process, else the given one, else four."""
     place = found_place(os.environ)
     if place is None:
         return DEFAULT_WORKERS if given is None else given
@@ -58,56 +56,48 @@ def workers_here(given: int | None) -> int:
     return place.workers
 
 
-def run_all(runs: Sequence[Run], around: Surroundings, labels: Mapping[Row, str]) -> None:
-    """Checks everything that can be checked, trains each run, shows the results and writes them.
+def run_all(runs: Sequence[Run], options: CommandOptions, labels: Mapping[Row, str]) -> None:
+    """Run the trainings on workers of this machine, or as one worker of torchrun's, and show and write the results.
 
-    `labels` says which workers of which runs are shown, and under what name.
+    `labels` are the names of the workers that are shown.
     """
     place = found_place(os.environ)
-    _check(runs[0], around, place)
-    view = _view(place, labels, around.plain)
-    memory = Unfinished(runs, None if around.link is None else f"{around.link} {around.compute_link}")
+    _check(runs[0], options, place)
+    unfinished = Unfinished(runs, None if options.link is None else f"{options.link} {options.compute_link}")
     if place is None:
-        outcomes = _launched(runs, around, view, memory)
+        view = make_view(labels, options.plain)
+        outcomes = _run_launched(runs, options, view, unfinished)
     else:
-        outcomes = _in_place([run for run in runs if isinstance(run, Settings)], view)
-    view.results(outcomes)
-    if place is None or place.worker == 0:
-        _write(outcomes, around)
-        memory.forget()
+        own = {row: label for row, label in labels.items() if row.worker == 0}
+        view = make_view(own, options.plain) if place.worker == 0 else View()
+        outcomes = _run_in_place([run for run in runs if isinstance(run, Settings)], view, place)
+    if outcomes:
+        view.results(outcomes)
+        _write(outcomes, options)
+        unfinished.remove()
 
 
-def _write(outcomes: Sequence[Outcome], around: Surroundings) -> None:
-    if around.json is not None:
-        write_json(around.json, outcomes)
-    if around.report is not None:
-        write_page(around.report, outcomes, sys.argv[1:])
-    if around.png is not None:
-        write_png(around.png, outcomes)
+def _write(outcomes: Sequence[Outcome], options: CommandOptions) -> None:
+    if options.json is not None:
+        write_json(options.json, outcomes)
+    if options.report is not None:
+        write_page(options.report, outcomes, sys.argv[1:])
+    if options.png is not None:
+        write_png(options.png, outcomes)
 
 
-def _view(place: Place | None, labels: Mapping[Row, str], plain: bool) -> View:
-    """Under torchrun, worker 0 alone speaks, and of itself alone."""
-    if place is None:
-        return make_view(labels, plain)
-    if place.worker != 0:
-        return SilentView()
-    return make_view({row: label for row, label in labels.items() if row.worker == 0}, plain)
-
-
-def _check(run: Run, around: Surroundings, place: Place | None) -> None:
-    """All runs of a command differ only in their plan, so the first stands for all."""
-    for option, path in (("--json", around.json), ("--report", around.report), ("--png", around.png)):
+def _check(run: Run, options: CommandOptions, place: Place | None) -> None:
+    """Check everything before any worker starts. The runs of a command differ only in their plan."""
+    for option, path in (("--json", options.json), ("--report", options.report), ("--png", options.png)):
         if path is not None:
             check_writable(path, option)
-    for option, path in (("--report", around.report), ("--png", around.png)):
-        if path is not None:
-            check_drawable(f"{option} {path}")
+            if option != "--json":
+                check_drawable(f"{option} {path}")
     if place is None:
-        check_port(around.port)
-        if not around.oversubscribe:
+        check_port(options.port)
+        if not options.oversubscribe:
             check_workers(run.workers, usable_cores())
-    elif isinstance(run, Script) or around.link is not None:
+    elif isinstance(run, Script) or options.link is not None:
         raise LabError(
             f"{'--script' if isinstance(run, Script) else '--link'}: torchrun has already started the workers, and "
             "this option starts them itself. Run laconic without torchrun."
@@ -116,93 +106,68 @@ def _check(run: Run, around: Surroundings, place: Place | None) -> None:
         check_data(run)
 
 
-def _launched(runs: Sequence[Run], around: Surroundings, view: View, memory: Unfinished) -> list[Outcome]:
-    """Starts workers for each run that is not remembered as finished."""
-    with _network(around, view) as (network, slow):
-        known = memory.load()[: len(runs)] if around.resume else []
+def _run_launched(runs: Sequence[Run], options: CommandOptions, view: View, unfinished: Unfinished) -> list[Outcome]:
+    """Start workers for each run that was not finished before."""
+    with _network(options, view) as network:
+        known = unfinished.load()[: len(runs)] if options.resume else []
         outcomes = list(takewhile(lambda outcome: outcome.clock == network.clock, known))
         if outcomes:
             view.say(f"going on after {len(outcomes)} of {len(runs)} plans, finished before; --fresh starts anew")
-        view.start()
-        try:
+        with view.running():
             for index, run in list(enumerate(runs))[len(outcomes) :]:
-                outcomes.append(_one(run, network, slow, view, index, around.link))
+                outcomes.append(_launch(run, network, view, index))
                 view.finish(outcomes[-1])
                 if len(runs) > 1:
-                    memory.save(outcomes)
-        finally:
-            view.close()
+                    unfinished.save(outcomes)
     return outcomes
 
 
 @contextmanager
-def _network(around: Surroundings, view: View) -> Iterator[tuple[Network, SlowLink | None]]:
-    """The link that was asked for: real, or computed where a real one cannot be."""
-    if around.link is None:
-        yield Network(around.port), None
-        return
+def _network(options: CommandOptions, view: View) -> Iterator[Network]:
+    """The network of the command. A link is a real one, or a computed one where that is not possible."""
+    network = Network(options.port, computed=options.link)
     with ExitStack() as stack:
-        slow = None
-        if not around.compute_link:
+        if options.link is not None and not options.compute_link:
             try:
-                slow = stack.enter_context(slow_link(around.link))
+                network = Network(options.port, slow=stack.enter_context(slow_link(options.link)))
             except NoSlowLink as error:
                 view.say(
-                    f"no real link of {around.link} can be made here ({error}): the runs go at full speed, and the "
+                    f"no real link of {options.link} can be made here ({error}): the runs go at full speed, and the "
                     "link's time is computed from the bytes that they send."
                 )
-        if slow is None:
-            yield Network(around.port, computed=around.link), None
-        else:
-            yield Network(around.port, hosts=slow.hosts), slow
+        yield network
 
 
-def _one(run: Run, network: Network, slow: SlowLink | None, view: View, index: int, link: Link | None) -> Outcome:
-    """One run, from its workers' start to its record."""
-    before = {} if slow is None else slow.uplink_bytes()
+def _launch(run: Run, network: Network, view: View, index: int) -> Outcome:
+    before = network.uplink_bytes()
     with run_folder() as folder:
         files = [progress_file(folder, worker) for worker in range(run.workers)]
-        with following(files, _teller(view, index)):
-            outcome = _start(run, folder, network)
-        outcome = with_record(outcome, folder)
-    after = {} if slow is None else slow.uplink_bytes()
-    return replace(
-        outcome,
-        link=None if link is None else str(link),
-        clock=network.clock,
-        uplink_bytes={name: after[name] - before[name] for name in after},
-    )
+        with following(files, _shower(view, index)):
+            outcome = launch(run, folder, network)
+    uplink_bytes = {name: count - before[name] for name, count in network.uplink_bytes().items()}
+    link = None if network.link is None else str(network.link)
+    return replace(outcome, link=link, clock=network.clock, uplink_bytes=uplink_bytes)
 
 
-def _start(run: Run, folder: Path, network: Network) -> Outcome:
-    return launch_script(run, folder, network) if isinstance(run, Script) else launch(run, folder, network)
-
-
-def _in_place(runs: Sequence[Settings], view: View) -> list[Outcome]:
-    """Trains as the worker that torchrun has made of this process."""
-    start_group()
+def _run_in_place(runs: Sequence[Settings], view: View, place: Place) -> list[Outcome]:
+    """Run the lab's script in this process, which is a worker of torchrun's. Only worker 0 has outcomes."""
+    dist.init_process_group("gloo", timeout=lab.TIMEOUT)
     outcomes = []
-    view.start()
     try:
-        for index, settings in enumerate(runs):
-            outcomes.append(_one_in_place(settings, _teller(view, index)))
-            view.finish(outcomes[-1])
+        with view.running():
+            for index, run in enumerate(runs):
+                with run_folder() as folder:
+                    write_goal(folder, run.goal, computed=None)
+                    shown = following([progress_file(folder, place.worker)], _shower(view, index))
+                    with variables(report_variables(run, folder)), shown:
+                        lab.main(run.arguments(folder))
+                    if place.worker == 0:
+                        outcomes.append(read_outcome(run, folder, only_worker=0))
+                        view.finish(outcomes[-1])
     finally:
-        view.close()
         dist.destroy_process_group()
     return outcomes
 
 
-def _one_in_place(settings: Settings, tell: Callable[[Progress], None]) -> Outcome:
-    told: list[Progress] = []
-
-    def note(progress: Progress) -> None:
-        told.append(progress)
-        tell(progress)
-
-    outcome = train(settings, note)
-    return replace(outcome, curve=thinned(curve([told])))
-
-
-def _teller(view: View, run: int) -> Callable[[Progress], None]:
+def _shower(view: View, run: int) -> Callable[[Progress], None]:
     return lambda progress: view.progress(Row(run, progress.worker), progress)

@@ -5,47 +5,32 @@ from typing import Annotated
 import typer
 
 from laconic.cli import options
-from laconic.cli.running import Surroundings, run_all, workers_here
+from laconic.cli.options import DEFAULT
+from laconic.cli.running import CommandOptions, run_all, workers_here
 from laconic.cli.view import Row
-from laconic.compare.settings import Settings
-
-_DEFAULT = Settings(plan="ddp()")
 
 
 def train(
-    plan: Annotated[str, typer.Option(help='How workers talk, such as "power_sgd(rank=4)".')] = "ddp()",
+    command: typer.Context,
+    plan: Annotated[str, typer.Option(help='How workers synchronise, such as "power_sgd(rank=4)".')] = DEFAULT.plan,
     workers: options.Workers = None,
-    steps: options.Steps = _DEFAULT.steps,
-    model: options.Model = _DEFAULT.model,
-    layers: options.Layers = _DEFAULT.layers,
-    width: options.Width = _DEFAULT.width,
-    heads: options.Heads = _DEFAULT.heads,
-    context: options.Context = _DEFAULT.context,
-    batch: options.Batch = _DEFAULT.batch,
-    lr: options.Lr = _DEFAULT.lr,
-    seed: options.Seed = _DEFAULT.seed,
+    steps: options.Steps = DEFAULT.steps,
+    model: options.Model = DEFAULT.model,
+    layers: options.Layers = DEFAULT.layers,
+    width: options.Width = DEFAULT.width,
+    heads: options.Heads = DEFAULT.heads,
+    context: options.Context = DEFAULT.context,
+    batch: options.Batch = DEFAULT.batch,
+    lr: options.Lr = DEFAULT.lr,
+    seed: options.Seed = DEFAULT.seed,
     data: options.Data = None,
-    bucket_mb: options.BucketMb = _DEFAULT.bucket_mb,
+    bucket_mb: options.BucketMb = DEFAULT.bucket_mb,
     json: options.Json = None,
     plain: options.Plain = False,
     port: options.Port = 0,
     oversubscribe: options.Oversubscribe = False,
 ) -> None:
     """Train a small model with one plan, on workers of this machine or under torchrun."""
-    settings = Settings(
-        plan=plan,
-        workers=workers_here(workers),
-        steps=steps,
-        model=model,
-        layers=layers,
-        width=width,
-        heads=heads,
-        context=context,
-        batch=batch,
-        lr=lr,
-        seed=seed,
-        data=data,
-        bucket_mb=bucket_mb,
-    )
+    settings = options.lab_settings(command, workers=workers_here(workers))
     labels = {Row(0, worker): f"worker {worker}" for worker in range(settings.workers)}
-    run_all([settings], Surroundings(port, oversubscribe, json, plain), labels)
+    run_all([settings], CommandOptions(port, oversubscribe, json, plain), labels)

@@ -1,26 +1,29 @@
-"""What is seen while workers train: a table that moves in a terminal, plain lines anywhere else."""
+"""The display while workers train: a live table in a terminal, lines of text elsewhere."""
 
+import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from statistics import fmean
 
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from laconic.cli.cells import cells_of, plain_line, sparkline
 from laconic.cli.results import closing_table
-from laconic.compare.lab.training import Outcome
-from laconic.compare.reporting import Progress
+from laconic.compare.progress import Progress
+from laconic.compare.records import Outcome
 from laconic.compare.units import human_bytes
 
+BARS = "▁▂▃▄▅▆▇█"
+HEADINGS = ("step", "loss", "tokens/s", "talk", "sent", "MB/s", "left")
 PLAIN_WIDTH = 120
 TREND_WIDTH = 8
 PLAIN_LINES = 10  # for one run of known length
-PLAIN_SECONDS = 10.0  # and one at least this often
+PLAIN_SECONDS = 10.0  # the longest time without a line
 
 
 @dataclass(frozen=True)
@@ -31,97 +34,66 @@ class Row:
     worker: int
 
 
-class View(Protocol):
-    """Shows runs that come one after another."""
+class View:
+    """Shows runs one after another. This class shows nothing; subclasses override what they show."""
 
     def say(self, line: str) -> None:
-        """Something to know about all of them."""
+        """Show a message about the whole command."""
 
-    def start(self) -> None:
-        """Called once, before the first run."""
-
-    def progress(self, row: Row, progress: Progress) -> None:
-        """A worker has done another step."""
-
-    def finish(self, outcome: Outcome) -> None:
-        """A run is over."""
-
-    def close(self) -> None:
-        """Called once, after the last run or in the middle of a failed one."""
-
-    def results(self, outcomes: Sequence[Outcome]) -> None:
-        """Shows the closing table."""
-
-
-class SilentView:
-    """Shows nothing: for the workers under torchrun that are not worker 0."""
-
-    def say(self, line: str) -> None:
-        """Nothing."""
-
-    def start(self) -> None:
-        """Nothing."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Show progress while the block runs."""
+        yield
 
     def progress(self, row: Row, progress: Progress) -> None:
-        """Nothing."""
+        """Show the progress of a worker."""
 
     def finish(self, outcome: Outcome) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
+        """Show the end of a run."""
 
     def results(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing."""
+        """Show the closing table."""
 
 
-class PlainView:
-    """One line at a time, some ten for each run."""
+class PlainView(View):
+    """Prints about ten lines for each run."""
 
     def __init__(self, labels: Mapping[Row, str]) -> None:
         self._console = Console(width=PLAIN_WIDTH, highlight=False)
         self._labels = labels
-        self._next: dict[Row, tuple[int, float]] = {}  # the step, or the second, at which a row speaks again
+        self._next: dict[Row, tuple[int, float]] = {}  # the step and the time of a row's next line
 
-    def start(self) -> None:
-        """Nothing."""
+    def say(self, line: str) -> None:
+        """Print a line."""
+        try:
+            self._console.print(line, markup=False, soft_wrap=True)
+        except BrokenPipeError:  # as in `laconic compare | head`: the run goes on
+            return
 
     def progress(self, row: Row, progress: Progress) -> None:
-        """Prints a line if the row has been silent for a tenth of its steps, or for ten seconds."""
+        """Print a line every tenth of the steps, or after ten seconds."""
         if row not in self._labels:
             return
         step, second = self._next.get(row, (0, 0.0))
         now = time.monotonic()
         if progress.step >= step or now >= second or progress.ended:
-            self._next[row] = (
-                progress.step + (max(1, progress.steps // PLAIN_LINES) if progress.steps else 10**9),
-                now + PLAIN_SECONDS,
-            )
+            stride = max(1, progress.steps // PLAIN_LINES) if progress.steps else sys.maxsize
+            self._next[row] = (progress.step + stride, now + PLAIN_SECONDS)
             self.say(plain_line(self._labels[row], progress))
 
     def finish(self, outcome: Outcome) -> None:
-        """Prints how the run went."""
+        """Print the results of the run."""
         self.say(
             f"{outcome.plan} done {outcome.loss_of}_loss={outcome.loss_start:.3f}->{outcome.loss_final:.3f} "
             f"sent={human_bytes(outcome.sent_bytes)} took={outcome.seconds:.1f}s"
         )
 
-    def close(self) -> None:
-        """Nothing."""
-
     def results(self, outcomes: Sequence[Outcome]) -> None:
-        """Prints the closing table."""
+        """Print the closing table."""
         self._console.print(closing_table(outcomes))
 
-    def say(self, line: str) -> None:
-        """Prints a line."""
-        try:
-            self._console.print(line, markup=False, soft_wrap=True)
-        except BrokenPipeError:  # as in `laconic compare | head`: the run goes on unseen
-            return
 
-
-class LiveView:
+class LiveView(View):
     """A table with a row for each run or worker, redrawn in place."""
 
     def __init__(self, labels: Mapping[Row, str]) -> None:
@@ -132,50 +104,81 @@ class LiveView:
         self._live = Live(console=self._console, get_renderable=self._table, refresh_per_second=8, transient=True)
 
     def say(self, line: str) -> None:
-        """Prints a line above the table."""
+        """Print a line above the table."""
         self._console.print(line, markup=False, soft_wrap=True)
 
-    def start(self) -> None:
-        """Starts to draw."""
-        self._live.start()
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Draw the table; at the end remove it and restore the cursor."""
+        with self._live:
+            yield
 
     def progress(self, row: Row, progress: Progress) -> None:
-        """Notes it for the next redraw."""
+        """Keep it for the next redraw."""
         if row in self._labels:
             self._latest[row] = progress
             self._losses[row].append(progress.loss)
 
-    def finish(self, outcome: Outcome) -> None:
-        """Nothing: the row already shows its last step."""
-
-    def close(self) -> None:
-        """Wipes the moving table, and gives the terminal its cursor back."""
-        self._live.stop()
-
     def results(self, outcomes: Sequence[Outcome]) -> None:
-        """Prints the closing table."""
+        """Print the closing table."""
         self._console.print(closing_table(outcomes))
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("", overflow="fold")
         table.add_column("", no_wrap=True, width=TREND_WIDTH)
-        for heading in ("step", "loss", "tokens/s", "talk", "sent", "MB/s", "left"):
+        for heading in HEADINGS:
             table.add_column(heading, justify="right", no_wrap=True)
         for row, label in self._labels.items():
-            progress = self._latest.get(row)
-            if progress is None:
-                table.add_row(escape(label), "", *["-"] * 7)
-            else:
-                cells = cells_of(progress)
-                trend = f"[cyan]{sparkline(self._losses[row], TREND_WIDTH)}[/cyan]"
-                numbers = (cells.step, cells.loss, cells.tokens, cells.talking, cells.sent, cells.rate, cells.left)
-                table.add_row(escape(label), trend, *numbers)
+            trend = f"[cyan]{sparkline(self._losses[row], TREND_WIDTH)}[/cyan]"
+            numbers = cells(self._latest[row]) if row in self._latest else ["-"] * len(HEADINGS)
+            table.add_row(escape(label), trend, *numbers)
         return table
 
 
 def make_view(labels: Mapping[Row, str], plain: bool) -> View:
-    """The view that fits where stdout goes: a terminal, a notebook's cell, or anything else."""
-    console = Console()
-    moving = sys.stdout.isatty() or console.is_jupyter
-    return LiveView(labels) if moving and not plain else PlainView(labels)
+    """Choose the view for stdout: a live table in a terminal or a notebook, lines elsewhere."""
+    live = sys.stdout.isatty() or Console().is_jupyter
+    return LiveView(labels) if live and not plain else PlainView(labels)
+
+
+def cells(progress: Progress) -> list[str]:
+    """The formatted numbers of a row, as in HEADINGS."""
+    seconds = progress.seconds or 1.0
+    has_limit = progress.steps or progress.seconds_limit
+    return [
+        f"{progress.step}/{progress.steps}" if progress.steps else str(progress.step),
+        f"{progress.loss:.3f}",
+        f"{progress.tokens_per_s:,.0f}",
+        f"{progress.communication_s / seconds:.0%}",
+        human_bytes(progress.sent_bytes),
+        f"{progress.wire_bytes / seconds / 1e6:.2f}",
+        "done" if progress.ended else f"{progress.seconds_left:.0f}s" if has_limit else "-",
+    ]
+
+
+def plain_line(label: str, progress: Progress) -> str:
+    """The progress as one line of names and values.
+
+    >>> now = Progress(worker=0, step=1, steps=3, loss=5.5, tokens_per_s=900, sent_bytes=8, seconds=2)
+    >>> plain_line("ddp()", now)
+    'ddp() step=1/3 loss=5.500 tokens/s=900 talking=0% sent=8 B MB/s=0.00 left=4s'
+    """
+    names = ("talking" if heading == "talk" else heading for heading in HEADINGS)
+    return " ".join([label, *(f"{name}={cell}" for name, cell in zip(names, cells(progress), strict=True))])
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values as bars between their minimum and their maximum; more values than `width` are averaged.
+
+    >>> sparkline([3, 2, 2, 1], width=4)
+    '█▅▅▁'
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    width = min(width, len(finite))
+    means = [fmean(finite[i * len(finite) // width : (i + 1) * len(finite) // width]) for i in range(width)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in means)

@@ -1,4 +1,4 @@
-"""How it is said: codecs, each one small frozen value."""
+"""Codecs: how tensors are encoded for the network. Each codec is a small frozen value."""
 
 from laconic.codecs.batched import Batched
 from laconic.codecs.by_shape import ByShape

@@ -1,4 +1,4 @@
-"""ByShape: tensors that a codec accepts go to it, the others to another codec, in the same rounds."""
+"""ByShape: tensors that one codec accepts go to it, all others to a second codec, in the same rounds."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from laconic.codecs.contract import Codec, check_codec
+from laconic.codecs.contract import Codec, accept_every_shape, check_codec
 from laconic.codecs.exact import Exact
-from laconic.codecs.feedback import ErrorFeedback
+from laconic.codecs.feedback import ErrorFeedback, feedback_state
 from laconic.codecs.low_rank import LowRank
-from laconic.comm.requests import Averaged, Exchange, Mean, Request, State, Tensors
-from laconic.kernels.choose import fast_by_shape
+from laconic.codecs.low_rank_state import Factors
+from laconic.comm.requests import Averaged, Exchange, Mean, Request, State, Tensors, true
+from laconic.kernels.choose import can_fuse_all, fast_by_shape
 from laconic.values import as_code
 
 
 @dataclass(frozen=True, repr=False)
 class ByShape:
-    """Matrices to one codec; vectors and small tensors, which it declines, to another: exactly, by default.
+    """Sends matrices through one codec, and the vectors and small tensors that it declines through `rest`.
 
-    Both talk at the same time: means of one dtype that they ask for in the same round travel as one.
+    `rest` is exact by default. Both codecs run in the same rounds: means of one dtype that they request in one round
+    are sent as one message.
     """
 
     codec: Codec
     rest: Codec = field(default_factory=Exact)
 
     __repr__ = as_code
+    accepts = accept_every_shape
 
     def __post_init__(self) -> None:
         check_codec(f"ByShape({self.codec!r}, rest={self.rest!r})", self.codec)
@@ -38,41 +41,40 @@ class ByShape:
                 "so it must accept every shape, as Exact() and Cast(...) do."
             )
 
-    def accepts(self, shape: torch.Size) -> bool:
-        """Accept every shape."""
-        return True
-
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
         """Average each tensor through the codec for its shape."""
         fast = self._fast(tensors, state) if reuse else None
         if fast is not None:
             return (yield from fast)
         chosen, others = self._split(tensors)
-        parts = [
-            (self.codec.average(chosen, state.setdefault("codec", {}), reuse=reuse)) if chosen else None,
-            (self.rest.average(others, state.setdefault("rest", {}), reuse=reuse)) if others else None,
-        ]
-        ends = yield from _together([part for part in parts if part is not None])
+        exchanges: list[Exchange] = []
+        if chosen:
+            exchanges.append(self.codec.average(chosen, state.setdefault("codec", {}), reuse=reuse))
+        if others:
+            exchanges.append(self.rest.average(others, state.setdefault("rest", {}), reuse=reuse))
+        ends = yield from _in_shared_rounds(exchanges)
 
         def own() -> dict[str, Tensor]:
             return {name: t for end in ends for name, t in end.own().items()}
 
         def finite() -> Tensor:
-            return torch.stack([end.finite() for end in ends]).all() if ends else torch.tensor(True)
+            return torch.stack([end.finite() for end in ends]).all() if ends else true()
 
         mean = {name: t for end in ends for name, t in end.mean.items()}
         return Averaged({name: mean[name] for name in tensors}, own, finite)
 
     def _fast(self, tensors: Tensors, state: State) -> Exchange | None:
-        """Return all of it in one piece, where there are kernels for that."""
+        """Return one fused exchange for both codecs, where kernels for that exist."""
         feedback = self.codec
         if not isinstance(feedback, ErrorFeedback) or feedback.subtract != "own" or self.rest != Exact():
             return None
-        inside = feedback.codec
-        return fast_by_shape(inside, self._split, tensors, state) if isinstance(inside, LowRank) else None
+        if not isinstance(feedback.codec, LowRank) or not can_fuse_all(tensors):
+            return None
+        residual, inner = feedback_state(state.setdefault("codec", {}))
+        return fast_by_shape(feedback.codec, self._split, tensors, residual, Factors(inner))
 
     def _split(self, tensors: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Choose the codec of each tensor; each shape is asked about once."""
+        """Return the tensors that the first codec accepts, and the others; each shape is tested once."""
         accepted: dict[torch.Size, bool] = {}
         chosen: dict[str, Tensor] = {}
         others: dict[str, Tensor] = {}
@@ -83,8 +85,8 @@ class ByShape:
         return chosen, others
 
 
-def _together(exchanges: list[Exchange]) -> Generator[Request, Tensor, list[Averaged]]:
-    """Advance all `exchanges` in step; in each round, join the means that can travel as one."""
+def _in_shared_rounds(exchanges: list[Exchange]) -> Generator[Request, Tensor, list[Averaged]]:
+    """Advance all `exchanges` together; in each round, send the means that can be joined as one message."""
     ends: dict[int, Averaged] = {}
     answers: dict[int, Tensor | None] = dict.fromkeys(range(len(exchanges)))
     while answers:
@@ -96,7 +98,7 @@ def _together(exchanges: list[Exchange]) -> Generator[Request, Tensor, list[Aver
             except StopIteration as stop:
                 ends[index] = stop.value
         answers = {}
-        for members in _alike(requests):
+        for members in _joinable(requests):
             if len(members) == 1:
                 answers[members[0]] = yield requests[members[0]]
                 continue
@@ -104,21 +106,22 @@ def _together(exchanges: list[Exchange]) -> Generator[Request, Tensor, list[Aver
             pieces = (yield Mean(flat)).split([requests[index].x.numel() for index in members])
             for index, piece in zip(members, pieces, strict=True):
                 answers[index] = piece.view(requests[index].x.shape)
-        _share_the_blame(answers)
+        _spread_nonfinite(answers)
     return [ends[index] for index in range(len(exchanges))]
 
 
-def _share_the_blame(answers: dict[int, Tensor | None]) -> None:
-    """Let NaN or Inf in one part's answer show in all: a step is void as a whole, and no part may keep its state."""
-    heard = [answer for answer in answers.values() if answer is not None and answer.is_floating_point()]
-    if len(heard) < 2:
+def _spread_nonfinite(answers: dict[int, Tensor | None]) -> None:
+    """Make all answers NaN where one holds NaN or Inf: the step is void as a whole, so no codec may keep its state."""
+    received = [answer for answer in answers.values() if answer is not None and answer.is_floating_point()]
+    if len(received) < 2:
         return
-    blame = torch.stack([answer.sum(dtype=torch.float64) for answer in heard]).sum() * 0.0  # 0, or NaN
-    for answer in heard:
-        answer.add_(blame.to(answer.dtype))
+    zero_or_nan = torch.stack([answer.sum(dtype=torch.float64) for answer in received]).sum() * 0.0
+    for answer in received:
+        answer.add_(zero_or_nan.to(answer.dtype))
 
 
-def _alike(requests: dict[int, Request]) -> list[list[int]]:
+def _joinable(requests: dict[int, Request]) -> list[list[int]]:
+    """Group requests that can be sent as one message."""
     groups: dict[object, list[int]] = {}
     for index, request in requests.items():
         joins = isinstance(request, Mean) and not request.wide

@@ -12,27 +12,32 @@ from laconic.comm.requests import Exchange, State, Tensors
 
 @runtime_checkable
 class Codec(Protocol):
-    """How tensors are said to the other workers.
+    """How tensors are encoded for the network and averaged.
 
-    A codec is a frozen value; what it remembers lives in `state`, a plain dict that starts empty and is keyed
-    by parameter name. One state serves all buckets of a model, whatever their layout.
+    A codec is a frozen value. What it keeps between calls is in `state`, a plain dict that starts empty and is keyed by
+    parameter name. One state serves all buckets of a model, whatever their layout.
     """
 
     def accepts(self, shape: torch.Size) -> bool:
-        """Tell whether this codec can carry a tensor of `shape`, and gains by it. What it declines travels exactly."""
+        """Return whether this codec can encode a tensor of `shape`, and makes it smaller. The rest is sent exactly."""
         ...
 
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
         """Average `tensors` with all other workers.
 
-        The tensors share one dtype and device. They are left untouched, unless `reuse` gives their memory to the
-        codec. `state` changes only at the end, and only if what arrived was finite.
+        The tensors share one dtype and device. The codec does not change them, unless `reuse` lets it overwrite their
+        memory. `state` changes only at the end, and only if the result is finite.
         """
         ...
 
 
+def accept_every_shape(codec: object, shape: torch.Size) -> bool:
+    """Return True: the method `accepts` of codecs for all shapes."""
+    return True
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Choose the dtype for arithmetic and residuals: float32, or float64 for float64.
+    """Return the dtype for arithmetic and residuals: float64 for float64, else float32.
 
     >>> wide_dtype(torch.bfloat16), wide_dtype(torch.float64)
     (torch.float32, torch.float64)
@@ -41,13 +46,13 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def keep_if(ok: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Choose `new` if the 0-d bool `ok` is true, else `old`; without waiting for an accelerator."""
+    """Return `new` if the 0-d bool `ok` is true, else `old`, without waiting for an accelerator."""
     if ok.device.type == "cpu":
         return new if bool(ok) else old
     return torch.where(ok, new, old)
 
 
 def check_codec(what: str, codec: object) -> None:
-    """Refuse what is no codec, where one is to be wrapped. `what` is the call as the user wrote it."""
+    """Raise a TypeError if `codec` is not a codec. `what` is the call as the user wrote it."""
     if not isinstance(codec, Codec) or isinstance(codec, type):
-        raise TypeError(f"{what}: a codec is needed, such as Exact() or LowRank(rank=4), and {codec!r} is none.")
+        raise TypeError(f"{what}: {codec!r} is not a codec. Pass one, such as Exact() or LowRank(rank=4).")

@@ -1,4 +1,4 @@
-"""Codecs that send every number: as it is, or in fewer bits."""
+"""Codecs that send every number: in its own dtype, or in half the bits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from laconic.codecs.contract import accept_every_shape
 from laconic.codecs.packing import pack, unpack
 from laconic.comm.requests import Averaged, Exchange, Mean, State, Tensors, all_finite
 from laconic.kernels.choose import can_collect
@@ -16,22 +17,19 @@ from laconic.values import as_code
 
 @dataclass(frozen=True, repr=False)
 class Exact:
-    """Every number in its own precision, in one round: what DDP does.
+    """Sends every number in its own dtype, in one round, as DDP does.
 
-    With `wide`, the sum is taken in a wider type, so that equal replicas stay bit-equal.
+    With `wide`, the sum is taken in a wider dtype, so that equal replicas stay bit-equal.
     """
 
     wide: bool = False
 
     __repr__ = as_code
+    accepts = accept_every_shape
 
     def __post_init__(self) -> None:
         if not isinstance(self.wide, bool):
             raise ValueError(f"Exact(wide={self.wide!r}): wide must be True or False.")
-
-    def accepts(self, shape: torch.Size) -> bool:
-        """Accept every shape."""
-        return True
 
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
         """Average `tensors` as they are."""
@@ -39,7 +37,7 @@ class Exact:
         if reuse and some is not None and some.is_cuda and can_collect(tensors):
             return (yield from self._collected(tensors, state))
         flat = pack(tensors, alias=reuse)
-        if flat.numel():  # no collective for nothing
+        if flat.numel():  # no collective for an empty tensor
             flat = yield Mean(flat, wide=self.wide)
         mean = unpack(flat, like=tensors)
 
@@ -49,7 +47,7 @@ class Exact:
         return Averaged(mean, own, lambda: all_finite({"": flat}))
 
     def _collected(self, tensors: Tensors, state: State) -> Exchange:
-        """Do the same with many small tensors on CUDA, in one launch there and one back."""
+        """Average many small CUDA tensors: one launch copies them into one message, one launch copies the mean back."""
         from laconic.kernels.cuda.collect import Collection  # needs Triton
 
         known: dict[tuple[str, ...], Collection] = state.setdefault("_collected", {})
@@ -64,7 +62,7 @@ class Exact:
 
 @dataclass(frozen=True, repr=False)
 class Cast:
-    """Every number in half the bits: `Cast("bf16")` or `Cast("fp16")`.
+    """Sends every number in half the bits: `Cast("bf16")` or `Cast("fp16")`.
 
     bf16 keeps the range and 8 bits of precision; fp16 keeps 11 bits, but values above 65504 overflow.
     """
@@ -72,6 +70,7 @@ class Cast:
     to: Literal["bf16", "fp16"]
 
     __repr__ = as_code
+    accepts = accept_every_shape
 
     def __post_init__(self) -> None:
         if self.to not in ("bf16", "fp16"):
@@ -79,15 +78,11 @@ class Cast:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type on the wire."""
+        """The dtype of the messages."""
         return torch.bfloat16 if self.to == "bf16" else torch.float16
 
-    def accepts(self, shape: torch.Size) -> bool:
-        """Accept every shape."""
-        return True
-
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
-        """Average `tensors` rounded to the smaller type."""
+        """Average `tensors` rounded to the smaller dtype."""
         flat = pack({name: t.to(self.dtype) for name, t in tensors.items()})
         if flat.numel():
             flat = yield Mean(flat)
@@ -100,4 +95,4 @@ class Cast:
 
 
 def _overwritten() -> dict[str, Tensor]:
-    raise RuntimeError("Exact: the own part was overwritten by the mean. Ask with reuse=False to keep it.")
+    raise RuntimeError("Exact: the own part was overwritten by the mean. Pass reuse=False to keep it.")

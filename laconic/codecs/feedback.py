@@ -1,4 +1,4 @@
-"""Error feedback: what a round failed to deliver is not lost, only late."""
+"""Error feedback: what one round loses is added to the next."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laconic.codecs.contract import Codec, check_codec, keep_if, wide_dtype
 from laconic.codecs.low_rank import LowRank
+from laconic.codecs.low_rank_state import Factors
 from laconic.comm.requests import Exchange, State, Tensors
 from laconic.kernels.choose import fast_feedback
 from laconic.values import as_code
@@ -17,11 +18,11 @@ from laconic.values import as_code
 
 @dataclass(frozen=True, repr=False)
 class ErrorFeedback:
-    """Adds what the last round failed to deliver to what this round sends.
+    """Adds the residual of the last round to what this round sends.
 
-    The residual is what was wanted less what this worker's *own* messages amounted to (Vogels et al. 2019,
-    arXiv:1905.13727, Algorithm 2), so it is bounded. `subtract="mean"` takes the shared mean instead, as torch's
-    hook does: then the residual also collects this worker's distance from the mean, which never ends.
+    The residual is the input minus what this worker's *own* messages amount to (Vogels et al. 2019, arXiv:1905.13727,
+    Algorithm 2), so it is bounded. `subtract="mean"` subtracts the mean over all workers instead, as torch's hook does:
+    then the residual also accumulates this worker's distance from the mean, without bound.
     Residuals are fp32 whatever the gradient's dtype.
     """
 
@@ -34,8 +35,8 @@ class ErrorFeedback:
         check_codec(f"ErrorFeedback({self.codec!r})", self.codec)
         if _has_feedback(self.codec):
             raise ValueError(
-                f"ErrorFeedback({self.codec!r}): there is an ErrorFeedback inside already, and what is owed twice "
-                "grows without bound. Leave out one of the two."
+                f"ErrorFeedback({self.codec!r}): the codec contains an ErrorFeedback already, and two residuals of one "
+                "tensor grow without bound. Remove one of the two."
             )
         if self.subtract not in ("own", "mean"):
             raise ValueError(
@@ -47,22 +48,27 @@ class ErrorFeedback:
         return self.codec.accepts(shape)
 
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
-        """Average `tensors` plus what is owed, and keep what stays owed."""
-        residual: dict[str, Tensor] = state.setdefault("residual", {})
+        """Average `tensors` plus their residuals, and keep the new residuals."""
+        residual, inner = feedback_state(state)
         if reuse and self.subtract == "own" and isinstance(self.codec, LowRank):
-            fast = fast_feedback(self.codec, tensors, residual, state.setdefault("inner", {}))
+            fast = fast_feedback(self.codec, tensors, residual, Factors(inner))
             if fast is not None:
                 return (yield from fast)
-        wanted = {name: _owed(t, residual.get(name)) for name, t in tensors.items()}
-        sent = yield from self.codec.average(wanted, state.setdefault("inner", {}))
-        said = sent.own() if self.subtract == "own" else sent.mean
-        ok = sent.finite()
-        for name, want in wanted.items():
+        inputs = {name: _with_residual(t, residual.get(name)) for name, t in tensors.items()}
+        end = yield from self.codec.average(inputs, inner)
+        sent = end.own() if self.subtract == "own" else end.mean
+        ok = end.finite()
+        for name, x in inputs.items():
             old = residual.get(name)
             if old is None:
-                old = torch.zeros_like(want)
-            residual[name] = keep_if(ok, want - said[name], old)
-        return sent
+                old = torch.zeros_like(x)
+            residual[name] = keep_if(ok, x - sent[name], old)
+        return end
+
+
+def feedback_state(state: State) -> tuple[dict[str, Tensor], State]:
+    """Return the parts of the state of `ErrorFeedback`: the residuals by name, and the state of the codec inside."""
+    return state.setdefault("residual", {}), state.setdefault("inner", {})
 
 
 def _has_feedback(codec: object) -> bool:
@@ -72,6 +78,6 @@ def _has_feedback(codec: object) -> bool:
     return any(_has_feedback(part) for part in parts)
 
 
-def _owed(t: Tensor, residual: Tensor | None) -> Tensor:
+def _with_residual(t: Tensor, residual: Tensor | None) -> Tensor:
     wide = t.to(wide_dtype(t.dtype))
     return wide.clone() if residual is None else wide + residual

@@ -1,13 +1,13 @@
-"""Orthonormal columns for a batch of thin matrices, whatever they hold.
+"""Orthonormal columns for a batch of thin matrices, for any finite input.
 
-Never NaN or Inf for finite input: zero matrices, zero columns, columns that depend on each other, entries of
-1e-20 or 1e20. Where the columns span less than they should, arbitrary orthonormal ones complete them; for
-PowerSGD these can only help.
+The result is finite for zero matrices, zero columns, linearly dependent columns and entries of 1e-20 or 1e20. Where the
+columns are rank-deficient, arbitrary orthonormal columns complete them; in PowerSGD these can only improve the
+approximation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -25,24 +25,20 @@ def orthonormal(x: Tensor) -> Tensor:
             [0., 1.]])
     """
     x = x.to(wide_dtype(x.dtype))
-    # Each column by its largest entry first: squares of 1e-20 vanish and squares of 1e20 overflow in fp32.
+    # Divide each column by its largest entry: in fp32 the square of 1e-20 underflows and that of 1e20 overflows.
     largest = x.abs().amax(dim=-2, keepdim=True)
     x = x / torch.where(largest > 0, largest, 1.0)
-    # Householder reflections are orthogonal whatever they reflect, so rank deficiency costs nothing.
+    # Householder reflections are orthogonal for any input, so rank deficiency does no harm.
     q: Tensor = torch.linalg.qr(x).Q
     return q
 
 
 def orthonormal_all(xs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Apply `orthonormal` to many matrices: one batched call for all of a shape."""
+    """Apply `orthonormal` to many matrices, with one batched call for each shape."""
     by_shape: dict[torch.Size, list[str]] = {}
     for name, x in xs.items():
         by_shape.setdefault(x.shape, []).append(name)
     done: dict[str, Tensor] = {}
     for names in by_shape.values():
         done.update(zip(names, orthonormal(torch.stack([xs[name] for name in names])), strict=True))
-    return _in_order(done, xs)
-
-
-def _in_order(done: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    return {name: done[name] for name in names}
+    return {name: done[name] for name in xs}

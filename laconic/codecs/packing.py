@@ -1,10 +1,10 @@
-"""Many tensors as one: `pack` and `unpack` are inverses.
+"""Many tensors as one flat tensor, and names in buckets.
 
     flat = pack(tensors)            # one 1-D tensor
-    unpack(flat, like=tensors)      # views of it, in the tensors' names and shapes
+    unpack(flat, like=tensors)      # views of it, with the names and shapes of `tensors`
 
-`pack` copies, but for tensors that already lie side by side, as the gradients of a DDP bucket do: these it
-returns as one view of their memory.
+`pack` and `unpack` are inverses. `pack(..., alias=True)` does not copy tensors that are adjacent in memory, as the
+gradients of a DDP bucket are. `in_buckets`, `in_parts` and `cut` divide a model or a tensor by size.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from laconic.comm.requests import Tensors
+from laconic.torch_private.codecs import flatten, unflatten
 
 
 def pack(tensors: Tensors, *, alias: bool = False) -> Tensor:
-    """Lay `tensors` side by side in one 1-D tensor, in their order.
+    """Concatenate `tensors`, in their order, into one 1-D tensor.
 
-    With `alias`, tensors that already lie side by side in memory are not copied.
+    With `alias`, return a view if they are adjacent in memory already.
 
     >>> pack({"a": torch.ones(2), "b": torch.zeros(1, 2)})
     tensor([1., 1., 0., 0.])
@@ -38,21 +38,20 @@ def pack(tensors: Tensors, *, alias: bool = False) -> Tensor:
         return torch.empty(0)
     if len(values) == 1:
         return values[0].clone(memory_format=torch.contiguous_format).view(-1)
-    flat: Tensor = _flatten_dense_tensors(values)
-    return flat
+    return flatten(values)
 
 
 def unpack(flat: Tensor, like: Tensors) -> dict[str, Tensor]:
-    """Cut `flat` into views with the names and shapes of `like`.
+    """Split `flat` into views with the names and shapes of `like`.
 
     >>> unpack(torch.arange(4), like={"a": torch.ones(2), "b": torch.zeros(1, 2)})
     {'a': tensor([0, 1]), 'b': tensor([[2, 3]])}
     """
-    return dict(zip(like, _unflatten_dense_tensors(flat, list(like.values())), strict=True))
+    return dict(zip(like, unflatten(flat, list(like.values())), strict=True))
 
 
 def side_by_side(values: Iterable[Tensor]) -> Tensor | None:
-    """Return the one flat view that covers `values` in order, or None if their memory is not that simple."""
+    """Return one flat view of `values` in order, or None unless they are contiguous and adjacent in memory."""
     values = [t for t in values if t.numel()]
     if not values or not all(t.is_contiguous() for t in values):
         return None
@@ -68,51 +67,13 @@ def side_by_side(values: Iterable[Tensor]) -> Tensor | None:
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors are the very same elements."""
+    """Return whether two tensors are views of exactly the same elements."""
     alike = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
     return alike and a.data_ptr() == b.data_ptr()
 
 
-def in_buckets(tensors: Mapping[str, Tensor], cap_bytes: int = 25 << 20) -> list[list[str]]:
-    """Group names into buckets of at most `cap_bytes`, each of one dtype and device, keeping their order.
-
-    A tensor larger than `cap_bytes` has a bucket of its own.
-
-    >>> in_buckets({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}, cap_bytes=16)
-    [['a', 'b'], ['c']]
-    """
-    open_: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
-    buckets: list[list[str]] = []
-    for name, t in tensors.items():
-        size = t.numel() * t.element_size()
-        names, filled = open_.get((t.dtype, t.device), ([], 0))
-        if not names or filled + size > cap_bytes:
-            names, filled = [], 0
-            buckets.append(names)
-        names.append(name)
-        open_[t.dtype, t.device] = (names, filled + size)
-    return buckets
-
-
-def cut(t: Tensor, cap_bytes: int) -> list[Tensor]:
-    """Cut a tensor into views of about equal size, at most `cap_bytes` each, that follow each other in its rows.
-
-    Where the cuts are depends on the shape alone, so that workers whose strides differ cut alike; the pieces of a
-    contiguous tensor are contiguous.
-
-    >>> [piece.tolist() for piece in cut(torch.arange(6).view(3, 2), cap_bytes=32)]
-    [[[0, 1], [2, 3]], [[4, 5]]]
-    """
-    if t.nbytes <= cap_bytes or t.dim() == 0:
-        return [t]
-    rows = cap_bytes // t[0].nbytes
-    if rows == 0:
-        return [piece for row in t for piece in cut(row, cap_bytes)]
-    return list(t.tensor_split(-(-len(t) // rows)))
-
-
 def overlapping(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Name the tensors that have memory in common with another: tied weights, views of one another.
+    """Return the names of tensors that share memory with another: tied weights, views of one another.
 
     >>> x = torch.ones(4)
     >>> sorted(overlapping({"a": x[:2], "b": x[2:], "c": x[1:3].view(2, 1), "d": torch.ones(4)}))
@@ -130,24 +91,34 @@ def overlapping(tensors: Mapping[str, Tensor]) -> set[str]:
 
 
 def _span(t: Tensor) -> tuple[int, int]:
-    """First and last byte of a tensor's memory, whatever lies between."""
+    """Return the addresses of a tensor's first byte and of the end of its last element."""
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
-def as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """See a gradient of a DDP bucket with its parameter's strides.
+def in_buckets(tensors: Mapping[str, Tensor], cap_bytes: int = 25 << 20) -> list[list[str]]:
+    """Group names into buckets of at most `cap_bytes`, each of one dtype and device, in their order.
 
-    DDP writes gradients in their parameters' memory layout, but shows a hook every one as if it were row-major: of a
-    transposed or channels_last parameter that is another matrix.
+    A tensor larger than `cap_bytes` gets a bucket of its own.
+
+    >>> in_buckets({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}, cap_bytes=16)
+    [['a', 'b'], ['c']]
     """
-    if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
-        return gradient  # DDP keeps permutations of row-major strides, and only those
-    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
+    open_: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
+    buckets: list[list[str]] = []
+    for name, t in tensors.items():
+        size = t.numel() * t.element_size()
+        names, filled = open_.get((t.dtype, t.device), ([], 0))
+        if not names or filled + size > cap_bytes:
+            names, filled = [], 0
+            buckets.append(names)
+        names.append(name)
+        open_[t.dtype, t.device] = (names, filled + size)
+    return buckets
 
 
 def in_parts(tensors: Mapping[str, Tensor], parts: int) -> list[list[str]]:
-    """Deal names into parts of about the same size: the largest first, each to the part that is lightest so far.
+    """Distribute names over parts of about the same size: the largest first, each to the smallest part so far.
 
     >>> in_parts({"a": torch.ones(5), "b": torch.ones(3), "c": torch.ones(4), "d": torch.ones(1)}, parts=2)
     [['a', 'd'], ['b', 'c']]
@@ -160,7 +131,24 @@ def in_parts(tensors: Mapping[str, Tensor], parts: int) -> list[list[str]]:
     filled = [0] * parts
     part_of: dict[str, int] = {}
     for name in sorted(tensors, key=lambda name: (-tensors[name].numel(), name)):
-        lightest = filled.index(min(filled))
-        filled[lightest] += tensors[name].numel()
-        part_of[name] = lightest
+        smallest = filled.index(min(filled))
+        filled[smallest] += tensors[name].numel()
+        part_of[name] = smallest
     return [[name for name in tensors if part_of[name] == part] for part in range(parts)]
+
+
+def cut(t: Tensor, cap_bytes: int) -> list[Tensor]:
+    """Split a tensor by rows into views of about equal size, at most `cap_bytes` each.
+
+    The split depends on the shape alone, so workers whose strides differ split alike. The pieces of a contiguous tensor
+    are contiguous.
+
+    >>> [piece.tolist() for piece in cut(torch.arange(6).view(3, 2), cap_bytes=32)]
+    [[[0, 1], [2, 3]], [[4, 5]]]
+    """
+    if t.nbytes <= cap_bytes or t.dim() == 0:
+        return [t]
+    rows = cap_bytes // t[0].nbytes
+    if rows == 0:
+        return [piece for row in t for piece in cut(row, cap_bytes)]
+    return list(t.tensor_split(-(-len(t) // rows)))

@@ -1,4 +1,4 @@
-"""Eight bits a number: what the twin's quantization hooks send."""
+"""Eight bits for each number, as torch's quantization hooks send."""
 
 from __future__ import annotations
 
@@ -7,41 +7,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laconic.codecs.contract import accept_every_shape
 from laconic.codecs.packing import pack, unpack
-from laconic.comm.requests import Averaged, Exchange, Gather, State, Tensors, all_finite
+from laconic.comm.requests import Averaged, Exchange, Gather, State, Tensors, all_finite, true
 from laconic.values import as_code
 
 
 @dataclass(frozen=True, repr=False)
 class Quantized:
-    """Every number in 8 bits between the least and the greatest of its block, gathered and averaged in fp32.
+    """Quantizes every number to 8 bits between the minimum and maximum of its block; all_gather, then mean in fp32.
 
-    A block is `block` numbers that lie side by side, or the whole bucket for None. Its two ends travel with it, in
-    the same message. Zero is always represented exactly. All-gather costs (workers − 1) messages: beyond 8 workers a
-    plain all-reduce in bf16 sends less.
+    A block is `block` consecutive numbers, or the whole bucket for None. Its scale and zero point are sent in the same
+    message. Zero is represented exactly. all_gather sends (workers − 1) messages: beyond 8 workers, an all_reduce in
+    bf16 sends less.
     """
 
     block: int | None = 512
 
     __repr__ = as_code
+    accepts = accept_every_shape
 
     def __post_init__(self) -> None:
         if self.block is not None and self.block < 1:
             raise ValueError(f"Quantized(block={self.block}): a block has at least 1 number. For one block, use None.")
 
-    def accepts(self, shape: torch.Size) -> bool:
-        """Accept every shape."""
-        return True
-
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
-        """Average what every worker's 8 bits stand for."""
+        """Gather every worker's message and average the decoded numbers."""
         flat = pack(tensors)
         if not flat.numel():
-            return Averaged({name: t.clone() for name, t in tensors.items()}, lambda: dict(tensors), _true)
+            return Averaged({name: t.clone() for name, t in tensors.items()}, lambda: dict(tensors), true)
         message = self._encode(flat)
-        everyone = yield Gather(message)
-        parts = [self._decode(each, flat) for each in everyone]
-        mean = parts[0] + torch.stack([part - parts[0] for part in parts]).mean(0)  # equal stays equal
+        messages = yield Gather(message)
+        parts = [self._decode(each, flat) for each in messages]
+        mean = parts[0] + torch.stack([part - parts[0] for part in parts]).mean(0)  # equal inputs stay bit-equal
 
         def shaped(x: Tensor) -> dict[str, Tensor]:
             return {name: t.to(tensors[name].dtype) for name, t in unpack(x, like=tensors).items()}
@@ -49,7 +47,7 @@ class Quantized:
         return Averaged(shaped(mean), lambda: shaped(self._decode(message, flat)), lambda: all_finite({"": mean}))
 
     def _encode(self, flat: Tensor) -> Tensor:
-        """Write scale and zero point of each block, then the bytes, as one uint8 message."""
+        """Return one uint8 message: scale and zero point of each block, then the codes."""
         rows = self._rows(flat.float())  # [blocks, block]
         low = rows.amin(1).clamp(max=0.0)
         high = rows.amax(1).clamp(min=0.0)
@@ -74,7 +72,3 @@ class Quantized:
 
     def _blocks(self, numel: int) -> int:
         return 1 if self.block is None else -(-numel // self.block)
-
-
-def _true() -> Tensor:
-    return torch.tensor(True)

@@ -12,7 +12,7 @@ from laconic.comm.queue import CollectiveQueue
 from laconic.comm.requests import Averaged, Exchange, Mean, all_finite
 
 LARGE_BYTES = 1 << 20
-"""Tensors from this size on are averaged in their own memory; smaller ones are packed, which costs less than latency."""
+"""Tensors of this size are averaged in their own memory. Smaller ones are packed: a copy costs less than latency."""
 
 PIECE_BYTES = 6 << 20
 """What one collective averages: a piece of a large tensor, or small ones packed. Up to three are in flight, each with

@@ -24,7 +24,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 
 from laconic.checks.errors import LostWorkerError
 from laconic.checks.outliers import names

@@ -1,5 +1,6 @@
-"""What `laconic train` and `laconic compare` run: small models, embedded data, workers on one machine.
+"""`laconic compare` and `laconic train`: the same training once with each plan, also over slow links.
 
-The lab is a training program like any user's own. It knows of laconic only what the README shows: one call
-of `laconic.session.session`, and the ledger that it returns.
+A training is a script that torchrun could start: the user's own, or `lab/`, which trains small models on embedded data.
+The script attaches `laconic.plan_from_env()` and calls `session.report`; `reporter.py` writes its progress to files,
+and `records.py` reads them.
 """

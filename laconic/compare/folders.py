@@ -1,7 +1,7 @@
-"""Folders for a run's files, also removed after a process that could not remove its own.
+"""Temporary folders for the files of a run, which are also removed after a process that was killed.
 
-Each folder holds a file that its owner keeps locked; the kernel drops the lock when the owner ends, however it ends.
-Whoever starts next removes folders whose lock is free, and so never one that is in use, nor one of another user.
+Each folder has a file that its owner keeps locked. The kernel releases the lock when the owner ends. Each new run
+removes this user's folders whose lock is free.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-if sys.platform != "win32":  # where a locked file cannot be renamed, and nothing is swept
+if sys.platform != "win32":  # where a locked file cannot be renamed, and no folder is removed later
     import fcntl
 
 PREFIX = "laconic-run-"
@@ -22,22 +22,22 @@ LOCK = "owner.lock"
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """A new folder, removed at the end of the block, or by the next one if this process is killed."""
+    """Make a folder, and remove it at the end of the block. If this process is killed, the next run removes it."""
     with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
         if sys.platform == "win32":
             yield Path(name)
         else:
             remove_abandoned(Path(tempfile.gettempdir()))
-            # locked before it gets the name by which others know it
-            fresh = Path(name, f"{LOCK}.new")
-            with fresh.open("w") as lock:
+            # lock the file before it has the name that other processes look for
+            new = Path(name, f"{LOCK}.new")
+            with new.open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                fresh.rename(Path(name, LOCK))
+                new.rename(Path(name, LOCK))
                 yield Path(name)
 
 
 def remove_abandoned(place: Path) -> None:
-    """Removes the folders in `place` that this user's dead processes have left."""
+    """Remove the folders in `place` that processes of this user left behind."""
     if sys.platform == "win32":
         return
     for folder in place.glob(f"{PREFIX}*"):

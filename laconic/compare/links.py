@@ -1,9 +1,9 @@
-"""Links: how fast the network is, level by level, and how long a collective takes on it.
+"""Links: the bandwidth of a network at each level, and the time of a collective on it.
 
-    link("100mbit", workers=4)                  four workers, each on a link of 100 Mbit/s
-    link("2 @ 1gbit, 2 @ 50mbit", workers=4)    two workers a site at 1 Gbit/s, two sites joined by 50 Mbit/s
+    link("100mbit", workers=4)                  four workers, each with a link of 100 Mbit/s
+    link("2 @ 1gbit, 2 @ 50mbit", workers=4)    two workers per site at 1 Gbit/s, two sites connected by 50 Mbit/s
 
-Levels are written innermost first. Rates are in bits (`50mbit`, `50Mb/s`) or bytes (`6MB/s`) a second.
+Levels are innermost first. Rates are in bits (`50mbit`, `50Mb/s`) or bytes (`6MB/s`) per second.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from math import prod
 
 SEGMENT_BYTES = 1 << 20
-MESSAGES = 3  # for each segment
-MESSAGE_BYTES = 48 + 66  # gloo's header; TCP's, IP's and Ethernet's
+MESSAGES = 3  # per segment
+MESSAGE_BYTES = 48 + 66  # the header of gloo; those of TCP, IP and Ethernet
 
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _RATE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<scale>[kKmMgGtT]?)(?P<unit>bit(/s)?|bps|b/s|B/s)")
 
 
 class LinkError(ValueError):
-    """Text that is no link. The message says what was read, the rule, and the way out."""
+    """Text that is not a link."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """So many workers, or groups of them, each joined to the others by a link of this rate."""
+    """A number of workers, or of groups, each connected to the others by a link of this rate."""
 
     count: int
     rate_bps: float
@@ -47,17 +47,17 @@ class Link:
 
     @property
     def workers(self) -> int:
-        """How many workers there are in all."""
+        """The number of workers in all levels."""
         return prod(level.count for level in self.levels)
 
     @property
     def slowest_bps(self) -> float:
-        """The rate of the slowest level that anything crosses."""
+        """The rate of the slowest level that traffic crosses."""
         crossed = [level.rate_bps for level in self.levels if level.count > 1]
         return min(crossed, default=self.levels[0].rate_bps)
 
     def inside(self, workers: int) -> Link:
-        """The innermost levels, as far as a group of so many neighbours reaches.
+        """The innermost levels that a group of `workers` neighbours uses.
 
         >>> print(link("2 @ 1gbit, 2 @ 50mbit").inside(2))
         1gbit
@@ -74,13 +74,13 @@ class Link:
 
 
 def link(text: str, workers: int | None = None) -> Link:
-    """Read a link from its text. A rate alone is one level of `workers` workers.
+    """Parse a link. A rate alone is one level of `workers` workers.
 
     >>> link("6MB/s", workers=2).levels
     (Level(count=2, rate_bps=48000000.0),)
     >>> link("2 @ fast", workers=2)
     Traceback (most recent call last):
-    laconic.compare.links.LinkError: '2 @ fast': 'fast' is no rate. ...
+    laconic.compare.links.LinkError: '2 @ fast': 'fast' is not a rate. ...
     """
     parts = [part.strip() for part in text.split(",")]
     if len(parts) == 1 and "@" not in text:
@@ -96,10 +96,10 @@ def link(text: str, workers: int | None = None) -> Link:
 
 
 def collective_s(op: str, payload_bytes: int, workers: int, link: Link, latency_s: float = 0.0) -> float:
-    """Seconds that a collective takes on a link, as the ring that gloo runs.
+    """The seconds of a collective on a link, as a ring, which gloo uses.
 
-    All-reduce: 2(p−1) hops of 1/p of the payload each; all-gather: p−1 hops of a whole one. The workers of a ring stand
-    in their order, so each switch between levels carries one worker's stream, and the slowest level decides.
+    An all_reduce has 2(p−1) hops of 1/p of the payload, an all_gather p−1 hops of a whole payload. The ring follows the
+    order of the workers, so each switch between levels carries the traffic of one worker: the slowest level decides.
 
     >>> round(collective_s("all_reduce", 1_000_000, workers=4, link=link("100mbit", workers=4)), 3)
     0.12
@@ -112,11 +112,10 @@ def collective_s(op: str, payload_bytes: int, workers: int, link: Link, latency_
 
 
 def framing_bytes(op: str, payload_bytes: int, workers: int) -> int:
-    """What gloo and TCP add to a collective's own bytes, for one worker.
+    """The bytes of headers that gloo and TCP add to a collective, for one worker.
 
-    gloo's ring cuts each worker's share into two segments, or into as many as keep them below 1 MiB. For each
-    segment a worker sends three messages (ready to send, ready to receive, and the segment itself), and each of them
-    has gloo's header and TCP's.
+    The ring of gloo splits each worker's share into two segments, or into more so that none exceeds 1 MiB. For each
+    segment a worker sends three messages: ready to send, ready to receive, and the segment.
 
     >>> framing_bytes("all_reduce", 68_000, workers=4)
     4104
@@ -130,7 +129,7 @@ def framing_bytes(op: str, payload_bytes: int, workers: int) -> int:
 
 
 def rate_text(rate_bps: float) -> str:
-    """A rate as it is written.
+    """Format a rate.
 
     >>> rate_text(5e7), rate_text(1.5e9)
     ('50mbit', '1.5gbit')
@@ -145,7 +144,7 @@ def _level(text: str, part: str) -> Level:
     count, at, rate = (piece.strip() for piece in part.partition("@"))
     if not at or not count.isdecimal() or int(count) < 1:
         raise LinkError(
-            f"{text!r}: {part!r} is no level. A level is a number of workers or groups, @ and a rate, innermost "
+            f"{text!r}: {part!r} is not a level. A level is a number of workers or groups, @ and a rate, innermost "
             "first, such as '2 @ 1gbit, 2 @ 50mbit'."
         )
     return Level(int(count), _rate(text, rate))
@@ -159,7 +158,7 @@ def _rate(text: str, part: str) -> float:
         rate = float(match["number"]) * _SCALE[match["scale"].lower()] * bits
     if rate < 1000:
         raise LinkError(
-            f"{text!r}: {part!r} is no rate. Write at least 1kbit: a number and a unit, such as 100mbit, 1.5gbit "
+            f"{text!r}: {part!r} is not a rate. Write at least 1kbit: a number and a unit, such as 100mbit, 1.5gbit "
             "or 6MB/s (bytes)."
         )
     return rate

@@ -1,53 +1,108 @@
-"""Follows what workers write of their progress: lines of JSON, in a file for each worker."""
+"""The progress of a run: JSON lines that each worker writes to its own file, and that the launching process reads."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
-
-from laconic.compare.reporting import Progress
+from typing import Literal
 
 READ_EVERY_S = 0.1
 
+Ending = Literal["", "steps", "seconds", "loss"]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """When a run ends: at the first of these that it reaches. None sets no limit."""
+
+    steps: int | None = None
+    seconds: float | None = None
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of one worker after a step. All numbers are this worker's.
+
+    `steps` and `seconds_limit` are the limits of the run, 0 for none. `seconds` includes `link_s`, the computed time of
+    the link; `communication_s` is the part of it during which a collective was in flight. `level_bytes` are the
+    `wire_bytes` of each level. `ended` is the limit that ended the run.
+
+    >>> now = Progress(worker=0, step=50, steps=200, loss=2.5, tokens_per_s=1e4, sent_bytes=8, seconds=10.0)
+    >>> now.seconds_left
+    30.0
+    """
+
+    worker: int
+    step: int
+    steps: int
+    loss: float
+    tokens_per_s: float
+    sent_bytes: int
+    seconds: float
+    wire_bytes: int = 0
+    framing_bytes: int = 0
+    interface_bytes: int | None = None
+    communication_s: float = 0.0
+    link_s: float = 0.0
+    level_bytes: dict[str, int] = field(default_factory=dict)
+    seconds_limit: float = 0.0
+    ended: Ending = ""
+
+    @property
+    def seconds_left(self) -> float:
+        """Estimate of the remaining time; 0 if the run has no limit."""
+        if self.ended:
+            return 0.0
+        left = [self.seconds / self.step * (self.steps - self.step)] if self.steps else []
+        left += [self.seconds_limit - self.seconds] if self.seconds_limit else []
+        return max(0.0, min(left, default=0.0))
+
+
+def progress_file(folder: Path, worker: int) -> Path:
+    """The file to which a worker writes its progress."""
+    return folder / f"worker-{worker}.jsonl"
+
 
 class Tail:
-    """Reads the lines that a file has gained since the last look; the file need not exist yet."""
+    """Reads the lines that were added to a file since the last read. The file need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read_bytes = 0
 
-    def news(self) -> list[Progress]:
-        """What has been written since the last call, in order. A line still half written waits."""
+    def read(self) -> list[Progress]:
+        """Return the new complete lines, in order."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._read_bytes)
-                fresh = file.read()
+                added = file.read()
         except FileNotFoundError:
             return []
-        whole = fresh[: fresh.rfind(b"\n") + 1]
-        self._read_bytes += len(whole)
-        return [Progress(**json.loads(line)) for line in whole.splitlines()]
+        complete = added[: added.rfind(b"\n") + 1]
+        self._read_bytes += len(complete)
+        return [Progress(**json.loads(line)) for line in complete.splitlines()]
 
 
 @contextmanager
 def following(paths: Sequence[Path], show: Callable[[Progress], None]) -> Iterator[None]:
-    """Calls `show` for every line that appears in the files while the block runs."""
+    """Call `show` for every line that is added to the files while the block runs."""
     tails = [Tail(path) for path in paths]
     done = Event()
 
-    def look() -> None:
+    def read_all() -> None:
         for tail in tails:
-            for progress in tail.news():
+            for progress in tail.read():
                 show(progress)
 
-    def watch() -> None:
+    def follow() -> None:
         while not done.wait(READ_EVERY_S):
-            look()
-        look()
+            read_all()
+        read_all()
 
-    thread = Thread(target=watch, name="laconic-progress", daemon=True)
+    thread = Thread(target=follow, name="laconic-progress", daemon=True)
     thread.start()
     try:
         yield

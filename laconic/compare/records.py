@@ -1,80 +1,171 @@
-"""What a run's files come to: its curve, who waited for whom, what each worker's network card counted.
-
-Read by the process that started the workers, in the same way for the lab's training and for a user's script.
-"""
+"""The outcome of a run, read from the files that its workers wrote."""
 
 import array
+import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from laconic.compare.lab.training import Outcome, Point
-from laconic.compare.progress import Tail
-from laconic.compare.reporter import progress_file, seconds_file
-from laconic.compare.reporting import SMOOTHED, Progress
+import laconic
+from laconic.compare.files import versions
+from laconic.compare.progress import Ending, Progress, Tail, progress_file
+from laconic.compare.reporter import ABOUT, SMOOTHED, seconds_file
+from laconic.compare.settings import LabError, Run
 
 MOST_POINTS = 400
 
 
-def with_record(outcome: Outcome, folder: Path) -> Outcome:
-    """The outcome, with what the files in `folder` say."""
-    told = [Tail(progress_file(folder, worker)).news() for worker in range(outcome.workers)]
-    lasts = [lines[-1] for lines in told]
-    cards = [last.card_bytes for last in lasts if last.card_bytes is not None]
-    return replace(
-        outcome,
-        curve=thinned(curve(told)),
-        talking_seconds=fmean(last.talking_s for last in lasts),
-        waiting_seconds=waiting_share(seconds_of(folder, outcome.workers)) * fmean(_busy_s(last) for last in lasts),
-        wire_bytes_by_worker=tuple(last.wire_bytes for last in lasts),
-        interface_bytes_by_worker=tuple(cards),
-        interface_bytes=round(fmean(cards)) if cards else None,
+@dataclass(frozen=True)
+class Point:
+    """One point of a run's curve: the smoothed training loss, and the seconds and bytes of one worker so far."""
+
+    step: int
+    seconds: float
+    loss: float
+    wire_bytes: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of a run.
+
+    Bytes are per worker, tokens are of all workers (an image counts as one token), and seconds are of training alone,
+    without start-up and evaluation.
+    `sent_bytes` is the payload that a worker passes to collectives, `wire_bytes` what these send for it,
+    `network_bytes` the same with the headers of gloo and TCP, and `interface_bytes` the count of the worker's network
+    interface in the same time, if it has its own.
+    `talking_seconds` is the time during which a collective was in flight, with or without computation;
+    `waiting_seconds` is the part of it spent waiting for slower workers. `loss_of` tells which loss is reported.
+    With `clock` "computed", the seconds of the link are computed from the bytes; all others are measured.
+    """
+
+    plan: str
+    model: str
+    parameters: int
+    workers: int
+    steps: int
+    seconds: float
+    talking_seconds: float
+    tokens_per_s: float
+    sent_bytes: int
+    wire_bytes: int
+    loss_start: float
+    loss_final: float
+    loss_of: str = "validation"
+    ended: Ending = "steps"
+    until_loss: float | None = None
+    link: str | None = None
+    clock: str = "measured"
+    waiting_seconds: float | None = None
+    network_bytes: int = 0
+    interface_bytes: int | None = None
+    level_bytes: dict[str, int] = field(default_factory=dict)
+    uplink_bytes: dict[str, int] = field(default_factory=dict)
+    wire_bytes_by_worker: tuple[int, ...] = ()
+    interface_bytes_by_worker: tuple[int, ...] = ()
+    curve: tuple[Point, ...] = ()
+
+    @property
+    def reached(self) -> bool:
+        """Whether the run ended at its target loss."""
+        return self.ended == "loss"
+
+
+def read_outcome(run: Run, folder: Path, only_worker: int | None = None) -> Outcome:
+    """Read the outcome of a run from its folder. With `only_worker`, the folder has the files of that worker alone."""
+    workers = range(run.workers) if only_worker is None else [only_worker]
+    reports = [Tail(progress_file(folder, worker)).read() for worker in workers]
+    parameters = _parameters(run, folder, reports)
+    points, lasts = curve(reports), [of_one[-1] for of_one in reports]
+    first = lasts[0]
+    losses: dict[str, Any] = {"loss_of": "training", "loss_start": points[0].loss, "loss_final": points[-1].loss}
+    return Outcome(
+        plan=str(laconic.plan(run.plan)),
+        parameters=parameters,
+        workers=run.workers,
+        steps=first.step,
+        seconds=first.seconds,
+        talking_seconds=fmean(last.communication_s for last in lasts),
+        tokens_per_s=fmean(last.tokens_per_s for last in lasts) * run.workers,
+        sent_bytes=first.sent_bytes,
+        wire_bytes=first.wire_bytes,
+        network_bytes=first.wire_bytes + first.framing_bytes,
+        ended=first.ended or "steps",
+        until_loss=run.until_loss,
+        level_bytes=first.level_bytes,
+        curve=thinned(points),
+        **(losses | run.results(folder)),
+        **(_by_worker(folder, lasts) if only_worker is None else {}),
     )
 
 
-def curve(told: Sequence[Sequence[Progress]]) -> list[Point]:
-    """The loss that runs are judged by, at each step: averaged over the last reports and over the workers.
+def _parameters(run: Run, folder: Path, reports: Sequence[Sequence[Progress]]) -> int:
+    """The number of parameters that the run trained. Refuses a script that did not report, or ran another plan."""
+    if not all(reports):
+        raise LabError(
+            f"{run.title}: it ended without a report from every worker. Call session.report(loss=...) after each step "
+            "on every worker, where session = laconic.attach(laconic.plan_from_env(), model, optimizer)."
+        )
+    about = json.loads((folder / ABOUT).read_text())
+    if about["plan"] != repr(laconic.plan(run.plan)):
+        raise LabError(
+            f"{run.title}: it was started with plan {laconic.plan(run.plan)} and ran {about['plan']}. "
+            "Attach laconic.plan_from_env()."
+        )
+    return int(about["parameters"])
 
-    Seconds and bytes are worker 0's.
-    """
+
+def _by_worker(folder: Path, lasts: Sequence[Progress]) -> dict[str, Any]:
+    """The fields of an outcome that need the files of all workers."""
+    counted = [last.interface_bytes for last in lasts if last.interface_bytes is not None]
+    busy_s = fmean(last.communication_s - last.link_s for last in lasts)
+    return {
+        "waiting_seconds": waiting_share([_seconds(folder, last.worker) for last in lasts]) * busy_s,
+        "wire_bytes_by_worker": tuple(last.wire_bytes for last in lasts),
+        "interface_bytes_by_worker": tuple(counted),
+        "interface_bytes": round(fmean(counted)) if counted else None,
+    }
+
+
+def _seconds(folder: Path, worker: int) -> "array.array[float]":
+    content = seconds_file(folder, worker).read_bytes()
+    return array.array("d", content[: len(content) // 8 * 8])
+
+
+def curve(reports: Sequence[Sequence[Progress]]) -> list[Point]:
+    """The loss at each report: the mean over the last reports and all workers. Seconds and bytes are worker 0's."""
     recent: deque[float] = deque(maxlen=SMOOTHED)
     points = []
-    for together in zip(*told, strict=False):
-        recent.append(fmean(progress.loss for progress in together))
-        first = together[0]
+    for of_all in zip(*reports, strict=False):
+        recent.append(fmean(progress.loss for progress in of_all))
+        first = of_all[0]
         points.append(Point(first.step, round(first.seconds, 4), round(fmean(recent), 5), first.wire_bytes))
     return points
 
 
 def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
-    """At most some four hundred of the points, the first and the last among them."""
+    """At most about 400 of the points, with the first and the last."""
     stride = -(-len(points) // MOST_POINTS) or 1
     return tuple(points[:-1:stride]) + tuple(points[-1:])
 
 
 def waiting_share(seconds: Sequence[Sequence[float]]) -> float:
-    """The share of the time in collectives that went into waiting for the last worker to come.
+    """The share of the time in collectives that workers spent waiting for the last worker to join.
 
-    Who comes last sees a collective's true length; what it takes longer for another is that one's wait.
+    The last worker measures the true duration of a collective; the rest of another worker's duration is its wait.
 
-    >>> waiting_share([[3.0, 1.0], [1.0, 1.0]])  # the first worker waited 2 of its 4 seconds, the other not at all
+    >>> waiting_share([[3.0, 1.0], [1.0, 1.0]])  # the first worker waited 2 of its 4 seconds, the other did not wait
     0.3333333333333333
     """
-    together = list(zip(*seconds, strict=False))
-    spent = sum(sum(each) for each in together)
-    return sum(sum(each) - len(each) * min(each) for each in together) / spent if spent else 0.0
+    of_all = list(zip(*seconds, strict=False))
+    spent = sum(sum(each) for each in of_all)
+    return sum(sum(each) - len(each) * min(each) for each in of_all) / spent if spent else 0.0
 
 
-def seconds_of(folder: Path, workers: int) -> list["array.array[float]"]:
-    """The seconds of each collective, for each worker."""
-    found = []
-    for worker in range(workers):
-        content = seconds_file(folder, worker).read_bytes()
-        found.append(array.array("d", content[: len(content) // 8 * 8]))
-    return found
-
-
-def _busy_s(last: Progress) -> float:
-    return last.talking_s - last.link_s
+def as_json(outcomes: Sequence[Outcome]) -> str:
+    """A JSON list with one object for each outcome. NaN and infinity, which JSON does not have, become null."""
+    rows = json.dumps([asdict(outcome) | {"versions": versions()} for outcome in outcomes])
+    return json.dumps(json.loads(rows, parse_constant=lambda name: None), indent=1, allow_nan=False) + "\n"

@@ -1,99 +1,226 @@
-"""How a training that `laconic compare` has started finds its plan and tells its losses: through a folder.
+"""Reports the progress of a training to `laconic compare`, through files in a folder.
 
-The folder's name is in the environment. Each worker writes its progress there, lines of JSON in a file of its own,
-and the seconds of each collective in another: that needs no second connection between processes, outlives a worker
-that dies, and can be read by anything. A training that nobody has started this way has no channel.
+`laconic compare` sets LACONIC_REPORT to a folder and names `from_env` in LACONIC_OBSERVERS. Each worker then writes
+its progress and the seconds of each collective to files of its own. The reporter also ends the run: after a number of
+steps or seconds, or at a training loss. It compares the mean loss of the last reports and of all workers, over a
+process group of its own, so its traffic is neither in the ledger nor on the link under study.
 """
 
 from __future__ import annotations
 
+import array
+import importlib
 import json
 import os
+import threading
 import time
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from laconic.compare.links import link
-from laconic.compare.reporting import Goal, Progress, Reporting, Watch, control_group
-from laconic.ledger import Ledger
+from laconic.compare.links import Link, collective_s, framing_bytes, link
+from laconic.compare.namespaces import CONTROL_INTERFACE_VARIABLE, INTERFACE_VARIABLE
+from laconic.compare.progress import Ending, Goal, Progress, progress_file
+from laconic.ledger import Entry, Ledger
+from laconic.session.observers import StepObserver
+from laconic.session.session import Session
 
 FOLDER = "LACONIC_REPORT"
-FLUSH_EVERY_S = 0.1
+GOAL = "goal.json"
+ABOUT = "about.json"  # where worker 0 writes the plan and the number of parameters
+SMOOTHED = 8  # reports in the mean that is compared with the target loss
+CHECKED_EVERY = 4  # reports; workers do not wait for each other in between
 
 
-class Reporter:
-    """Writes a worker's progress, a line for each report, seen by others at most a tenth of a second later."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-        self._next_s = 0.0
-
-    def __call__(self, progress: Progress) -> None:
-        """Writes `progress`."""
-        self._file.write(json.dumps(asdict(progress)) + "\n")
-        now = time.monotonic()
-        if now >= self._next_s or progress.ended or progress.step == progress.steps:
-            self._file.flush()
-            self._next_s = now + FLUSH_EVERY_S
-
-
-def progress_file(folder: Path, worker: int) -> Path:
-    """Where a worker writes its progress."""
-    return folder / f"worker-{worker}.jsonl"
+def write_goal(folder: Path, goal: Goal, computed: Link | None) -> None:
+    """Write what the reporters of a run need: its goal, and the link whose time they compute, if any."""
+    told = {"goal": asdict(goal), "computed": None if computed is None else str(computed)}
+    (folder / GOAL).write_text(json.dumps(told))
 
 
 def seconds_file(folder: Path, worker: int) -> Path:
-    """Where a worker writes the seconds of each collective."""
+    """The file to which a worker writes the seconds of each collective, as doubles."""
     return folder / f"worker-{worker}.seconds"
 
 
-def about_file(folder: Path) -> Path:
-    """Where worker 0 of a user's script says what it trains."""
-    return folder / "about.json"
+def from_env() -> CompareReporter | None:
+    """Make the reporter for the folder in LACONIC_REPORT; None if it is not set."""
+    folder = os.environ.get(FOLDER)
+    return None if folder is None else CompareReporter(Path(folder))
 
 
-def goal_file(folder: Path) -> Path:
-    """Where whoever starts a script writes when it is enough, and the link that is computed, if one is."""
-    return folder / "goal.json"
-
-
-class Channel:
-    """What a talk under `laconic compare` has: the ledger that it keeps, and the reporting that starts with it."""
+class CompareReporter(StepObserver):
+    """Writes the progress of one worker, and tells the training when to stop."""
 
     def __init__(self, folder: Path) -> None:
-        worker = dist.get_rank() if dist.is_initialized() else 0
-        asked = json.loads(goal_file(folder).read_text())
-        computed = asked.pop("computed")
+        told = json.loads((folder / GOAL).read_text())
         self._folder = folder
-        self._goal = Goal(**asked)
-        self._file = progress_file(folder, worker).open("w")
-        self._seconds = seconds_file(folder, worker).open("wb", buffering=0)
-        self.ledger = Watch(None if computed is None else link(computed), self._seconds)
-        self._reporting: Reporting | None = None
+        self._goal = Goal(**told["goal"])
+        self._computed = None if told["computed"] is None else link(told["computed"])
+        self._worker = dist.get_rank() if dist.is_initialized() else 0
+        self._tokens = 0
 
-    def start(self, plan: str, ledger: Ledger, group: dist.ProcessGroup | None, parameters: int) -> None:
-        """Starts the clock, together on all workers."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            about_file(self._folder).write_text(json.dumps({"plan": plan, "parameters": parameters}))
-        self._reporting = Reporting(Reporter(self._file), ledger, self._goal, control_group(group))
+    def attached(self, session: Session) -> None:
+        """Open the files and start the clock, at the same time on all workers."""
+        importlib.import_module("torch._dynamo")  # an optimizer's first step would: a second that is not its own
+        if self._worker == 0:
+            parameters = sum(p.numel() for p in session.parameters.values())
+            about = {"plan": repr(session.plan), "parameters": parameters}
+            (self._folder / ABOUT).write_text(json.dumps(about))
+        self._file = progress_file(self._folder, self._worker).open("w", buffering=1)
+        seconds = seconds_file(self._folder, self._worker).open("wb", buffering=0)
+        self._times = TimedLedger(session.ledger, self._computed, seconds)
+        control = control_group(_workers_that_stop_together(session))
+        self._check = StopCheck(self._goal, control)
+        if control is not None:
+            dist.barrier(control)
+        self._interface_before = interface_bytes() or 0
+        self._began = time.perf_counter()
 
-    def report(self, step: int, loss: float | Tensor, tokens: int) -> bool:
-        """Tells of a step; returns whether it is enough."""
-        assert self._reporting is not None
+    def report(self, session: Session, loss: float | Tensor, tokens: int) -> bool:
+        """Write the progress after a step; return whether the run has reached its goal."""
         value = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        return bool(self._reporting.step(step, value, tokens).ended)
+        self._tokens += tokens
+        seconds = time.perf_counter() - self._began + self._times.link_s
+        ended = self._check(session.step, value, seconds)
+        progress = self._progress(session, value, seconds, ended)
+        self._file.write(json.dumps(asdict(progress)) + "\n")
+        return bool(ended)
+
+    def detached(self, session: Session) -> None:
+        """Close the files."""
+        self._file.close()
+        self._times.close()
+
+    def _progress(self, session: Session, loss: float, seconds: float, ended: Ending) -> Progress:
+        ledger, times = session.ledger, self._times
+        counted = interface_bytes()
+        return Progress(
+            worker=self._worker,
+            step=session.step,
+            steps=self._goal.steps or 0,
+            loss=loss,
+            tokens_per_s=self._tokens / seconds,
+            sent_bytes=ledger.payload_bytes,
+            seconds=seconds,
+            wire_bytes=ledger.wire_bytes,
+            framing_bytes=times.framing_bytes,
+            interface_bytes=None if counted is None else counted - self._interface_before,
+            communication_s=min(times.busy_s + times.link_s, seconds),
+            link_s=times.link_s,
+            level_bytes={name: total.wire_bytes for name, total in ledger.totals(by="level").items()},
+            seconds_limit=self._goal.seconds or 0.0,
+            ended=ended,
+        )
+
+
+class TimedLedger:
+    """Adds times to a ledger: how long a collective was in flight, and how long a given link would take.
+
+    It also counts the headers of gloo and TCP. With `seconds`, an unbuffered file, it writes the seconds of each
+    collective among all workers there. Collectives have the same order on every worker, so the files of all workers
+    together show how long each worker waited for the last one.
+    """
+
+    def __init__(self, ledger: Ledger, computed: Link | None = None, seconds: IO[bytes] | None = None) -> None:
+        self.busy_s = 0.0
+        self.link_s = 0.0
+        self.framing_bytes = 0
+        self._computed = computed
+        self._seconds = seconds
+        self._busy_until = 0.0
+        self._lock = threading.Lock()
+        for entry in list(ledger.entries):  # the handshake of `attach`
+            self._add(entry)
+        ledger.subscribe(self._add)
+
+    def _add(self, entry: Entry) -> None:
+        now = time.perf_counter()
+        with self._lock:
+            self.busy_s += max(0.0, now - max(now - entry.seconds, self._busy_until))
+            self._busy_until = now
+            self.framing_bytes += framing_bytes(entry.op, entry.payload_bytes, entry.workers)
+            if self._computed is not None:
+                reached = self._computed.inside(entry.workers)
+                self.link_s += collective_s(entry.op, entry.payload_bytes, entry.workers, reached)
+            if self._seconds is not None and entry.level == "world":
+                self._seconds.write(array.array("d", [entry.seconds]).tobytes())
 
     def close(self) -> None:
-        """Nothing more is told."""
-        self._file.close()
-        self._seconds.close()
+        """Close the file. The ledger may still be in use."""
+        with self._lock:
+            if self._seconds is not None:
+                self._seconds.close()
+                self._seconds = None
 
 
-def channel_from_env() -> Channel | None:
-    """The channel to whoever started this training, if somebody listens."""
-    folder = os.environ.get(FOLDER)
-    return None if folder is None else Channel(Path(folder))
+class StopCheck:
+    """Decides after each report whether the run has reached its goal. All workers decide the same."""
+
+    def __init__(self, goal: Goal, control: dist.ProcessGroup | None) -> None:
+        self._goal = goal
+        self._control = control
+        self._recent: deque[float] = deque(maxlen=SMOOTHED)
+        self._reports = 0
+
+    def __call__(self, step: int, loss: float, seconds: float) -> Ending:
+        """Return which limit the run has reached, or "" if none."""
+        self._recent.append(loss)
+        self._reports += 1
+        goal = self._goal
+        last = goal.steps is not None and step >= goal.steps
+        if (goal.seconds is not None or goal.loss is not None) and (last or self._reports % CHECKED_EVERY == 0):
+            loss, seconds = self._mean(sum(self._recent) / len(self._recent), seconds)
+            if goal.loss is not None and loss <= goal.loss:
+                return "loss"
+            if goal.seconds is not None and seconds >= goal.seconds:
+                return "seconds"
+        return "steps" if last else ""
+
+    def _mean(self, *values: float) -> tuple[float, ...]:
+        """The mean of each value over the workers, bit-identical on all of them."""
+        if self._control is None:
+            return values
+        means = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(means, group=self._control)
+        return tuple((means / self._control.size()).tolist())
+
+
+def control_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Make a gloo group of the same workers, over the control interface if there is one. None for one worker."""
+    if group is None or group.size() == 1:
+        return None
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if CONTROL_INTERFACE_VARIABLE in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ[CONTROL_INTERFACE_VARIABLE]
+    try:
+        ranks = dist.get_process_group_ranks(group)
+        made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        dist.barrier(made)
+    finally:
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    return made
+
+
+def _workers_that_stop_together(session: Session) -> dist.ProcessGroup | None:
+    """The session's workers; of a sharded model all, as the workers of one replica must stop together, too."""
+    sharded = any(isinstance(p, DTensor) for p in session.parameters.values())
+    return dist.group.WORLD if sharded else session.group
+
+
+def interface_bytes() -> int | None:
+    """The bytes that the network interface under study has sent so far; None if there is no such interface."""
+    if INTERFACE_VARIABLE not in os.environ:
+        return None
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == os.environ[INTERFACE_VARIABLE]:
+            return int(numbers.split()[8])
+    return None

@@ -1,31 +1,35 @@
-"""What one training run of the lab is, checked before anything starts.
+"""The settings of a run, checked before any worker starts: of the lab's training, or of a user's own script.
 
-Everything here is decided before a worker exists, so a mistake costs a second and one message: what was
-written, the rule, and the way out. The messages name command-line options because that is where the values
-come from.
+Any script that torchrun can start works, if it attaches `laconic.plan_from_env()` and calls `session.report(loss=...)`.
 """
 
-import math
+import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import laconic
-from laconic.compare.reporting import Goal
+from laconic.compare.progress import Goal
+from laconic.values import is_number, is_whole
 
 MODELS = ("gpt", "resnet")
-MOST_WORKERS = 16  # on any machine; more need cores to show for it, or --oversubscribe
+LAB_OPTIONS = ("steps", "model", "layers", "width", "heads", "context", "batch", "lr", "seed", "data", "bucket_mb")
+"""The settings that reach the lab's script as its arguments."""
+
+MOST_WORKERS = 16  # on any machine; more need more cores, or --oversubscribe
 WORKERS_PER_CORE = 4
 
 
 class LabError(ValueError):
-    """A value that the lab cannot run with. The message is ready to be shown."""
+    """A mistake in what the user asked for. The message is ready to be shown."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One run: a plan, a model, its data and how long to train.
+    """One run of the lab's training: a plan, a model, its data and how long to train.
 
     >>> Settings(plan="power_sgd(rank=4)", workers=2, steps=10).width
     128
@@ -53,65 +57,119 @@ class Settings:
     def __post_init__(self) -> None:
         laconic.plan(self.plan)
         for name in ("workers", "steps", "layers", "width", "heads", "context", "batch"):
-            _at_least_one(name, getattr(self, name))
-        _positive("lr", self.lr)
-        _positive("bucket-mb", self.bucket_mb)
-        check_goal(self.seconds, self.until_loss)
-        if not 0 <= self.seed < 2**63:
+            check_count(name, getattr(self, name))
+        for name in ("lr", "bucket_mb", "seconds", "until_loss"):
+            check_positive(name, getattr(self, name))
+        if not (is_whole(self.seed, least=0) and self.seed < 2**63):
             raise LabError(f"--seed {self.seed}: a seed is between 0 and 2**63 - 1. Use --seed 0.")
         if self.model not in MODELS:
             raise LabError(f"--model {self.model}: the lab has {' and '.join(MODELS)}. Use --model gpt.")
         if self.model == "gpt":
-            _heads_divide(self.width, self.heads)
+            _check_heads(self.width, self.heads)
         elif self.data is not None:
             raise LabError(
-                f"--model {self.model} --data {self.data}: the ResNet trains on the digits that it brings, "
-                "not on text. Leave out --data, or use --model gpt."
+                f"--model {self.model} --data {self.data}: the ResNet trains on scikit-learn's digits, not on text. "
+                "Leave out --data, or use --model gpt."
             )
+
+    title = "the lab's training"
 
     @property
     def goal(self) -> Goal:
-        """When the run has done enough. The learning rate follows the steps, whatever ends the run."""
+        """When the run ends. The learning rate follows the steps in any case."""
         return Goal(self.steps, self.seconds, self.until_loss)
 
+    def arguments(self, folder: Path) -> list[str]:
+        """The arguments of the lab's script."""
+        given = {name: getattr(self, name) for name in LAB_OPTIONS} | {"losses": _losses_file(folder)}
+        return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
 
-def check_goal(seconds: float | None, until_loss: float | None) -> None:
-    """Refuses what no run could reach."""
-    if seconds is not None:
-        _positive("seconds", seconds)
-    if until_loss is not None:
-        _positive("until-loss", until_loss)
+    def command(self, folder: Path) -> list[str]:
+        """The command of a worker. It imports laconic from where this process did."""
+        safe_path = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
+        return [sys.executable, *safe_path, "-m", "laconic.compare.lab.script", *self.arguments(folder)]
+
+    def results(self, folder: Path) -> dict[str, Any]:
+        """The fields of the outcome that the lab's script reports by itself."""
+        losses = json.loads(_losses_file(folder).read_text())
+        return {"model": self.model, "loss_of": "validation", **losses}
 
 
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
+@dataclass(frozen=True)
+class Script:
+    """One run of a user's script."""
+
+    plan: str
+    script: Path
+    arguments: tuple[str, ...] = ()
+    workers: int = 4
+    steps: int | None = None
+    seconds: float | None = None
+    until_loss: float | None = None
+
+    def __post_init__(self) -> None:
+        laconic.plan(self.plan)
+        check_count("workers", self.workers)
+        check_count("steps", self.steps)
+        check_positive("seconds", self.seconds)
+        check_positive("until_loss", self.until_loss)
+        if not self.script.is_file():
+            raise LabError(f"--script {self.script}: there is no such file. Give the path of a training script.")
+
+    @property
+    def title(self) -> str:
+        """What error messages call the run."""
+        return f"--script {self.script}"
+
+    @property
+    def goal(self) -> Goal:
+        """When `session.report` returns True."""
+        return Goal(self.steps, self.seconds, self.until_loss)
+
+    def command(self, folder: Path) -> list[str]:
+        """The command of a worker."""
+        return [sys.executable, str(self.script), *self.arguments]
+
+    def results(self, folder: Path) -> dict[str, Any]:
+        """The fields of the outcome that are known without reports."""
+        return {"model": self.script.name}
+
+
+Run = Settings | Script
+
+
+def _losses_file(folder: Path) -> Path:
+    return folder / "losses.json"
+
+
+def check_count(name: str, value: int | None) -> None:
+    """Refuse a count below 1. None is not set."""
+    if value is not None and not is_whole(value):
         raise LabError(f"--{name} {value}: there must be at least 1. Use --{name} 1 or more.")
 
 
-def _positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise LabError(f"--{name} {value:g}: it must be a number above 0. Leave it out for the default.")
+def check_positive(name: str, value: float | None) -> None:
+    """Refuse a number that is not finite and above 0. None is not set."""
+    if value is not None and not (is_number(value) and value > 0):
+        raise LabError(
+            f"--{name.replace('_', '-')} {value:g}: it must be a number above 0. Leave it out for the default."
+        )
 
 
-def _heads_divide(width: int, heads: int) -> None:
+def _check_heads(width: int, heads: int) -> None:
     if width % heads or (width // heads) % 2:
         fitting = [h for h in range(1, width // 2 + 1) if width % h == 0 and (width // h) % 2 == 0]
         hint = f"Heads that fit {width}: {', '.join(map(str, fitting))}." if fitting else "Use an even --width."
-        raise LabError(
-            f"--width {width} --heads {heads}: each head gets width / heads numbers, and that must be a "
-            f"whole, even number. {hint}"
-        )
+        raise LabError(f"--width {width} --heads {heads}: width / heads must be a whole, even number. {hint}")
 
 
 def usable_cores() -> int:
     """The cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_workers(workers: int, cores: int) -> None:
-    """Refuses a number of workers that would only make the machine crawl.
+    """Refuse more workers than the cores can serve.
 
     >>> check_workers(workers=16, cores=2)
     >>> check_workers(workers=500, cores=2)
@@ -129,14 +187,14 @@ def check_workers(workers: int, cores: int) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands among workers that a launcher such as torchrun has already started."""
+    """The rank of this process among the workers that a launcher such as torchrun started."""
 
     worker: int
     workers: int
 
 
 def found_place(environ: Mapping[str, str]) -> Place | None:
-    """The place that torchrun's variables give this process, or None if nothing started it as a worker.
+    """Read the place of this process from torchrun's variables; None if it is not a worker.
 
     >>> found_place({"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
     Place(worker=2, workers=4)

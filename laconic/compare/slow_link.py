@@ -1,7 +1,7 @@
-"""The slow link: one host for each worker, joined as a `Link` says, for as long as a block runs.
+"""A slow link: one host for each worker, connected as a `Link` describes, while a block runs.
 
-The hosts are made by `namespaces.py`, in a process of its own that ends with this one. Where the system does not
-allow them, `NoSlowLink` says why, and whoever asked computes the link's time instead.
+A separate process makes the hosts (`namespaces.py`) and ends with this one. Where the system does not allow them,
+`NoSlowLink` gives the reason, and the caller computes the time of the link instead.
 """
 
 import json
@@ -20,23 +20,23 @@ from laconic.compare.namespaces import MOST_HOSTS, Hosts
 from laconic.compare.settings import LabError
 
 PROGRAM = Path(namespaces.__file__)
-PATIENCE_S = 10.0
+EXIT_TIMEOUT_S = 10.0
 
 
 class NoSlowLink(Exception):
-    """Hosts cannot be made here; the message says why, in a few words."""
+    """Hosts cannot be made here. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class SlowLink:
-    """Hosts that are there, and the process that keeps them."""
+    """The hosts of a link, and the process that keeps them."""
 
     link: Link
     hosts: Hosts
     _keeper: subprocess.Popen[str]
 
     def uplink_bytes(self) -> dict[str, int]:
-        """What each group has sent so far over the link that joins it to the others, level by level from 1."""
+        """The bytes that each group has sent to the others so far, by level from 1."""
         assert self._keeper.stdin is not None
         self._keeper.stdin.write("count\n")
         self._keeper.stdin.flush()
@@ -46,11 +46,11 @@ class SlowLink:
 
 @contextmanager
 def slow_link(link: Link) -> Iterator[SlowLink]:
-    """Makes the hosts and removes them, whatever happens in the block."""
+    """Make the hosts, and remove them at the end of the block in any case."""
     if link.workers > MOST_HOSTS:
         raise LabError(f"--link {link}: {link.workers} hosts. There are addresses for {MOST_HOSTS}: use fewer.")
     if sys.platform != "linux":
-        raise NoSlowLink("it takes Linux")
+        raise NoSlowLink("it needs Linux")
     for command in ("ip", "tc"):
         if shutil.which(command) is None:
             raise NoSlowLink(f"the command {command} of iproute2 is not installed")
@@ -60,26 +60,22 @@ def slow_link(link: Link) -> Iterator[SlowLink]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C is for this process, which then ends the keeper
+        start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the keeper
     )
     with keeper:
         try:
-            yield SlowLink(link, _hosts(keeper), keeper)
+            made = _answer(keeper)
+            if "error" in made:
+                raise NoSlowLink(f"it needs root or user namespaces: {made['error']}")
+            yield SlowLink(link, Hosts(**made), keeper)
         finally:
             keeper.kill()
-
-
-def _hosts(keeper: "subprocess.Popen[str]") -> Hosts:
-    made = _answer(keeper)
-    if "error" in made:
-        raise NoSlowLink(f"it takes root or user namespaces: {made['error']}")
-    return Hosts(made["keeper"], tuple(made["cards"]), made["user"])
 
 
 def _answer(keeper: "subprocess.Popen[str]") -> dict[str, Any]:
     assert keeper.stdout is not None
     line = keeper.stdout.readline()
     if not line:
-        raise NoSlowLink(f"the process that makes hosts ended with code {keeper.wait(PATIENCE_S)}")
+        raise NoSlowLink(f"the process that makes hosts ended with code {keeper.wait(EXIT_TIMEOUT_S)}")
     answer: dict[str, Any] = json.loads(line)
     return answer

@@ -1,7 +1,7 @@
-"""Remembers the finished runs of a comparison that is not finished, so that the same command goes on from there.
+"""Keeps the finished runs of a comparison until all are finished, so that the same command can continue it.
 
-The runs are kept in the user's cache folder, under a digest of everything that decides the results, and removed when
-the comparison ends. What cannot be read or written is as if it were not there: a lost memory costs time, not results.
+The runs are in the user's cache folder, under a digest of everything that the results depend on. A cache that cannot be
+read or written is treated as empty.
 """
 
 import contextlib
@@ -15,43 +15,39 @@ from pathlib import Path
 import torch
 
 import laconic
-from laconic.compare.lab.training import Outcome, Point
-from laconic.compare.script import Script
-from laconic.compare.settings import Settings
-
-Run = Settings | Script
+from laconic.compare.files import write_whole
+from laconic.compare.records import Outcome, Point
+from laconic.compare.settings import Run, Script
 
 
 class Unfinished:
-    """The memory of one comparison."""
+    """The finished runs of one comparison."""
 
     def __init__(self, runs: Sequence[Run], link: str | None) -> None:
         root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         self._path = Path(root, "laconic", "unfinished", f"{digest(runs, link)}.json")
 
     def load(self) -> list[Outcome]:
-        """The runs that were finished, in their order."""
+        """The outcomes that were saved, in their order."""
         try:
             return [_outcome(row) for row in json.loads(self._path.read_text())]
         except (OSError, ValueError, KeyError, TypeError):
             return []
 
     def save(self, outcomes: Sequence[Outcome]) -> None:
-        """Remembers the finished runs, whole or not at all."""
+        """Save the outcomes so far."""
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            fresh = self._path.with_suffix(f".{os.getpid()}.new")
-            fresh.write_text(json.dumps([asdict(outcome) for outcome in outcomes]))
-            fresh.replace(self._path)
+            write_whole(self._path, json.dumps([asdict(outcome) for outcome in outcomes]).encode())
 
-    def forget(self) -> None:
-        """The comparison is done, or is to start anew."""
+    def remove(self) -> None:
+        """Remove what was saved: the comparison is finished."""
         with contextlib.suppress(OSError):
             self._path.unlink()
 
 
 def digest(runs: Sequence[Run], link: str | None) -> str:
-    """A digest of all that decides the results: settings, link, versions, and the script's own text."""
+    """A digest of all that the results depend on: settings, link, versions, and the text of the script."""
     facts = [laconic.__version__, torch.__version__, link, *map(repr, runs), os.getcwd()]
     facts += [run.script.read_text(errors="replace") for run in runs[:1] if isinstance(run, Script)]
     return hashlib.sha256("\0".join(map(str, facts)).encode()).hexdigest()[:32]

@@ -1,8 +1,8 @@
-"""Numbers as people write them."""
+"""Numbers with units, for people."""
 
 
 def human_bytes(count: float) -> str:
-    """A number of bytes as people write it.
+    """A number of bytes in three digits.
 
     >>> [human_bytes(n) for n in (999, 3_276_800, 629_145_600)]
     ['999 B', '3.28 MB', '629 MB']
@@ -15,7 +15,7 @@ def human_bytes(count: float) -> str:
 
 
 def times_fewer(first: int, other: int) -> str:
-    """How many times fewer bytes `other` is than `first`.
+    """The ratio of `first` to `other`, or "-" if `other` is 0.
 
     >>> times_fewer(1000, 31), times_fewer(1000, 1000), times_fewer(1000, 0)
     ('32.3x', '1.0x', '-')
@@ -23,8 +23,18 @@ def times_fewer(first: int, other: int) -> str:
     return f"{first / other:.1f}x" if other else "-"
 
 
+def times(more: float, less: float) -> str:
+    """The ratio of two numbers, in words.
+
+    >>> times(100, 8), times(100, 67)
+    ('12 times', '1.5 times')
+    """
+    ratio = more / less
+    return f"{ratio:.0f} times" if ratio >= 10 else f"{ratio:.1f} times"
+
+
 def duration(seconds: float) -> str:
-    """Seconds as people say them.
+    """A duration in minutes and seconds.
 
     >>> duration(8.25), duration(41.3), duration(235)
     ('8.2 s', '41 s', '3 min 55 s')

@@ -1,5 +1,5 @@
-"""What can be known about a set-up before a run: each check is a small function that returns findings.
+"""`laconic doctor`: checks before a run, a dry run of a training script, and fault injection.
 
-Checks read the machine through arguments (files, resolvers, the environment), so that tests can show them any machine.
-What workers tell each other travels as JSON text through torch's store or as tensors: never as pickled objects.
+Each check is a function that takes what it looks at as arguments and returns findings. Workers exchange JSON text
+through torch's store; nothing is pickled.
 """

@@ -1,55 +1,36 @@
-"""Whether all workers see the same data: names, sizes, and the bytes of a sample of blocks."""
+"""The training data (`--data`): present here, and the same on all workers."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from laconic.checks.outliers import names, outliers
 from laconic.doctor.finding import Finding, ok, problem
 
-BLOCK = 4096
+BLOCK_BYTES = 4096
 SAMPLED_FILES = 256
-PARTS = ("number of files", "names", "sizes", "sampled bytes")
 
 
-@dataclass(frozen=True)
-class Data:
-    """What is compared between workers. `error` is set where the path could not be read."""
-
-    files: int
-    size: int
-    names: str
-    sizes: str
-    blocks: str
-    error: str = ""
-
-
-def look_at(path: Path) -> Data:
-    """Digests of a file or of a folder: of all names and sizes, and of three blocks of up to 256 files."""
-    try:
-        files = sorted(_files(path))
-        sizes = [os.stat(path / name if name else path).st_size for name in files]
-        every = max(1, -(-len(files) // SAMPLED_FILES))
-        blocks = (block for name in files[::every] for block in _blocks(path / name if name else path))
-        return Data(
-            len(files), sum(sizes), _digest(f.encode() for f in files), _digest(map(_bytes, sizes)), _digest(blocks)
-        )
-    except OSError as error:
-        return Data(0, 0, "", "", "", f"{error.strerror or error}: {error.filename or path}")
-
-
-def _files(path: Path) -> Iterator[str]:
-    if not path.is_dir():
-        os.stat(path)
-        yield ""
-        return
-    for folder, _, found in os.walk(path, followlinks=True, onerror=_fail):
-        for name in found:
-            yield Path(folder, name).relative_to(path).as_posix()
+def summarize(path: Path) -> dict[str, str]:
+    """Count the files and bytes of a file or folder, and digest all names and sizes, and blocks of up to 256 files."""
+    walked = os.walk(path, followlinks=True, onerror=_fail) if path.is_dir() else [("", [], [str(path)])]
+    files = sorted(Path(folder, name) for folder, _, found in walked for name in found)
+    sizes = [file.stat().st_size for file in files]
+    listed, sampled = hashlib.sha256(), hashlib.sha256()
+    for file, size in zip(files, sizes, strict=True):
+        listed.update(f"{file.relative_to(path).as_posix()}\0{size}\0".encode())
+    for file in files[:: max(1, -(-len(files) // SAMPLED_FILES))]:
+        for block in _blocks(file):
+            sampled.update(block)
+    return {
+        "number of files": f"{len(files):,}",
+        "total size": f"{sum(sizes):,} bytes",
+        "file names and sizes": listed.hexdigest()[:16],
+        "sampled bytes": sampled.hexdigest()[:16],
+    }
 
 
 def _fail(error: OSError) -> None:
@@ -57,43 +38,37 @@ def _fail(error: OSError) -> None:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
+    """Read the first, the middle and the last block of a file."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        for start in sorted({0, max(0, size // 2 - BLOCK // 2), max(0, size - BLOCK)}):
+        for start in (0, max(0, size // 2 - BLOCK_BYTES // 2), max(0, size - BLOCK_BYTES)):
             file.seek(start)
-            yield file.read(BLOCK)
+            yield file.read(BLOCK_BYTES)
 
 
-def _digest(parts: Iterator[bytes]) -> str:
-    total = hashlib.sha256()
-    for part in parts:
-        total.update(len(part).to_bytes(8, "little") + part)
-    return total.hexdigest()[:16]
+def check_data(path: Path) -> tuple[Finding, dict[str, str]]:
+    """Check that there are files at the path; return their summary, too."""
+    why = "This worker has nothing to train on."
+    try:
+        found = summarize(path)
+    except OSError as error:
+        shown = f"--data {path}: {error.strerror or error}: {error.filename or path}"
+        return problem("data", shown, why, "Give a file or folder that this host can read."), {}
+    if found["number of files"] == "0":
+        way_out = "Mount the disk on this host, or correct the path."
+        return problem("data", f"--data {path}: the folder has no files", why, way_out), found
+    return ok("data", f"{path}: {found['number of files']} files, {found['total size']}"), found
 
 
-def _bytes(number: int) -> bytes:
-    return number.to_bytes(8, "little")
-
-
-def check_data(path: Path, here: Data) -> Finding:
-    """Whether there is anything at the path."""
-    if here.error:
-        return problem("data", f"--data {path}: {here.error}", "Give a file or folder that this host can read.")
-    if here.files == 0:
-        return problem("data", f"--data {path}: the folder holds no files", "Is the disk mounted on this host?")
-    shown = (
-        f"{path}: {here.files:,} files, {here.size:,} bytes, digest {here.names[:4]}{here.sizes[:4]}{here.blocks[:4]}"
-    )
-    return ok("data", shown)
-
-
-def compare_data(said: Sequence[Mapping[str, object]]) -> Finding:
-    """Whether the data of all workers are the same, and if not, in what."""
-    for part, what in zip(("files", "names", "sizes", "blocks"), PARTS, strict=True):
-        each = [str(one.get(part)) for one in said]
-        _, odd = outliers(each)
+def compare_data(by_worker: Sequence[Mapping[str, str]]) -> Finding:
+    """Check that the summaries of all workers are the same, and name what differs."""
+    for part in dict.fromkeys(part for summary in by_worker for part in summary):
+        _, odd = outliers([str(summary.get(part)) for summary in by_worker])
         if odd:
-            shown = f"{names(odd)} sees other data than the rest: the {what} differ"
-            way_out = "Copy the data again, or mount the same disk, unless each worker is meant to have its own part."
-            return problem("same data", shown, way_out)
-    return ok("same data", f"alike on all {len(said)} workers: names, sizes and a sample of their bytes")
+            return problem(
+                "same data",
+                f"{names(odd)}: not the same {part} as on the other workers",
+                "Samplers that split one data set between workers then skip or repeat samples.",
+                "Copy the data again, or mount the same disk. Ignore this if each worker has its own part.",
+            )
+    return ok("same data", f"the same on all {len(by_worker)} workers: names, sizes and sampled bytes")

@@ -1,183 +1,152 @@
-"""The whole visit: every check of this machine and, among workers of a launcher, what they find out together."""
+"""All checks together: of this machine, among the workers of a launcher, and of a user's script."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from laconic.checks.outliers import names
-from laconic.compare.folders import run_folder
 from laconic.compare.settings import usable_cores
-from laconic.doctor import backends, data, limits, measuring, meeting, network, sockets, versions, visit
-from laconic.doctor.finding import Finding, from_json, merged, ok, problem
-from laconic.doctor.verdicts import check_faults_made, check_handshake, check_survivors
+from laconic.doctor import backends, limits, network, versions
+from laconic.doctor.data import check_data, compare_data
+from laconic.doctor.finding import Finding, from_json, has_problem, merged, ok, problem
+from laconic.doctor.links import MeasuredLink, check_links, measure_link
+from laconic.doctor.peers import CONNECT_S, NoStoreError, Peers, find_peers, first_line, host_id
+from laconic.doctor.script_findings import check_exits, check_handshake, check_injected
+from laconic.doctor.script_run import ScriptRun, WorkerExit, exit_from_json, run_as_worker, run_here
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a visit is about, beside the machine itself."""
-
-    data: Path | None = None
-    visit: visit.Visit | None = None
-    timeout_s: float = 60.0
-    links_s: float = measuring.LINKS_S
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """How many workers there are, in all and on this host, and whether hosts are several."""
-
-    workers: int = 1
-    local_workers: int = 1
-    several_hosts: bool = False
-
-
-def machine(environ: Mapping[str, str], around: Surroundings) -> list[Finding]:
-    """What one machine can tell of itself."""
-    host = network.host_here()
-    listening = sockets.listeners(Path("/proc/net"))
+def check_machine(environ: Mapping[str, str], workers: int, local_workers: int, several_hosts: bool) -> list[Finding]:
+    """Check this machine, for a run of `workers` of which `local_workers` are on this host."""
     return [
         versions.check_versions(versions.versions_here(), *versions.torch_range()),
-        *backends.check_backends(backends.built_here(), around.local_workers),
-        *network.check_interfaces(host, environ, around.several_hosts),
-        network.check_name(host),
-        *network.check_master(host, environ, around.several_hosts),
-        sockets.check_sockets(listening, host.cards, environ),
-        backends.check_encryption(backends.torch_libraries(), around.workers),
-        *limits.check_limits(environ, around.workers, around.local_workers, usable_cores()),
+        *backends.check_backends(backends.backends_here(), local_workers),
+        *network.check_network(network.host_here(), environ, several_hosts),
+        *limits.check_limits(environ, workers, local_workers, usable_cores()),
     ]
 
 
-def alone(asked: Asked) -> list[Finding]:
-    """A visit to one machine."""
-    local = 1 if asked.visit is None else asked.visit.workers
-    findings = machine(os.environ, Surroundings(local, local))
-    if asked.data is not None:
-        findings.append(data.check_data(asked.data, data.look_at(asked.data)))
-    if asked.visit is not None:
-        with run_folder() as folder:
-            ended = visit.visit_here(asked.visit, folder)
-            attached = [visit.read_attached(folder, each.worker) for each in ended]
-        findings += check_handshake(ended, attached)
+def check_here(data: Path | None = None, script: ScriptRun | None = None) -> list[Finding]:
+    """Check this machine, the data and a dry run of the script."""
+    workers = 1 if script is None else script.workers
+    findings = check_machine(os.environ, workers, workers, several_hosts=False)
+    if data is not None:
+        findings.append(check_data(data)[0])
+    if script is not None:
+        findings += check_handshake(run_here(script)[0])
     return findings
 
 
-def inject(wanted: visit.Visit) -> list[Finding]:
-    """Runs a script with faults on this machine, and says what became of each worker."""
-    with run_folder() as folder:
-        ended = visit.visit_here(wanted, folder)
-        marks = visit.read_marks(folder)
-    return check_faults_made(wanted, marks) + check_survivors(wanted, ended, marks)
+def inject_faults(run: ScriptRun) -> list[Finding]:
+    """Run a script with faults on this machine, and report how each worker ended."""
+    exits, injected = run_here(run)
+    return check_injected(run, injected) + check_exits(run, exits, injected)
 
 
-def among_workers(asked: Asked) -> tuple[list[Finding], bool]:
-    """A visit as one of the workers that a launcher has started: its findings, and whether it should show them.
+def check_as_worker(
+    data: Path | None = None, script: ScriptRun | None = None, timeout_s: float = 60.0
+) -> tuple[list[Finding], bool]:
+    """Check as one of the workers that a launcher has started; return the findings, and whether to show them.
 
-    Worker 0 shows those of all. One who could not even meet the others shows its own: nobody else knows them.
+    Worker 0 shows the findings of all. A worker that cannot reach the store shows its own, which no other worker has.
     """
-    environ = os.environ
     try:
-        seat = meeting.meet(environ, asked.timeout_s)
-    except meeting.MeetingError as error:
-        workers = int(environ["WORLD_SIZE"])
-        guessed = Surroundings(workers, int(environ.get("LOCAL_WORLD_SIZE", "1")), several_hosts=workers > 1)
-        return [*machine(environ, guessed), _no_meeting(environ, error)], True
-    hosts = seat.gather("host", meeting.identity())
-    here = Surroundings(seat.workers, hosts.count(meeting.identity()), len(set(hosts) - {None}) > 1)
-    own = machine(environ, here)
-    seen = None if asked.data is None else data.look_at(asked.data)
-    if asked.data is not None and seen is not None:
-        own.append(data.check_data(asked.data, seen))
-    told = seat.gather(
-        "findings",
-        {
-            "findings": [asdict(each) for each in own],
-            "versions": versions.versions_here(),
-            "data": None if seen is None else asdict(seen),
-        },
-    )
-    findings = _together(told, len(set(hosts) - {None}))
-    absent = meeting.missing(told)
-    if not absent:
-        findings += _connected(seat, asked)
-    seat.leave()
-    return findings, seat.worker == 0
+        peers = find_peers(os.environ, timeout_s)
+    except NoStoreError as error:
+        return _without_store(os.environ, error), True
+    hosts = peers.gather("host", host_id())
+    host_count = len(set(hosts) - {None})
+    findings = check_machine(os.environ, peers.workers, hosts.count(host_id()), several_hosts=host_count > 1)
+    summary: dict[str, str] = {}
+    if data is not None:
+        finding, summary = check_data(data)
+        findings.append(finding)
+    fields = {"findings": [asdict(each) for each in findings], "versions": versions.versions_here(), "data": summary}
+    findings = _combined(peers.gather("findings", fields), host_count, data is not None)
+    if not peers.missing:
+        connections = _connections(peers)
+        findings += connections
+        if script is not None and not has_problem(connections):
+            findings += check_handshake(_dry_run(peers, script))
+    peers.leave()
+    return findings, peers.worker == 0
 
 
-def _together(told: list[Mapping[str, list[Mapping[str, object]]] | None], hosts: int) -> list[Finding]:
-    """What all workers say, and what only the comparison of it shows."""
-    heard = [said for said in told if said is not None]
-    by_worker = [
-        [] if said is None else [from_json(each, worker) for each in said["findings"]]
-        for worker, said in enumerate(told)
-    ]
-    absent = meeting.missing(told)
+def _without_store(environ: Mapping[str, str], error: Exception) -> list[Finding]:
+    """Check this machine alone, with the problem that no other worker can be reached."""
+    workers, local_workers = int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    store = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    found = f"worker {environ['RANK']} cannot reach the store at {store}: {error}"
+    why = "Workers find each other through this store."
+    way_out = "Start worker 0 there, and let the firewall admit this port; ping and nc -vz show whether it does."
+    findings = check_machine(environ, workers, local_workers, several_hosts=workers > 1)
+    return [*findings, problem("workers", found, why, way_out)]
+
+
+def _combined(gathered: Sequence[Mapping[str, Any] | None], hosts: int, with_data: bool) -> list[Finding]:
+    """Merge the findings of all workers, and add those from comparing them."""
+    absent = [worker for worker, fields in enumerate(gathered) if fields is None]
+    present = [fields for fields in gathered if fields is not None]
+    answers = ok("workers", f"all {len(gathered)} workers answer, on {hosts} host{'s' * (hosts != 1)}")
     if absent:
-        way_out = "Is it started, and can its host reach MASTER_ADDR at MASTER_PORT? Look at its own output."
-        present = problem("workers", f"{names(absent)} did not come", way_out)
-    else:
-        present = ok("workers", f"all {len(told)} came, on {hosts} host{'s' * (hosts != 1)}")
-    compared = versions.compare_versions([dict(said["versions"]) for said in heard])  # type: ignore[arg-type]
-    if any(said["data"] for said in heard):
-        compared.append(data.compare_data([dict(said["data"] or {}) for said in heard]))  # type: ignore[arg-type]
-    return [present, *merged(by_worker), *compared]
+        way_out = "Start it, and check that its host reaches MASTER_ADDR at MASTER_PORT. Look at its own output."
+        answers = problem("workers", f"{names(absent)} did not answer", "A run waits for all workers.", way_out)
+    own = [
+        [] if fields is None else [from_json(each, worker) for each in fields["findings"]]
+        for worker, fields in enumerate(gathered)
+    ]
+    findings = [answers, *merged(own), *versions.compare_versions([fields["versions"] for fields in present])]
+    return [*findings, compare_data([fields["data"] for fields in present])] if with_data else findings
 
 
-def _connected(seat: meeting.Meeting, asked: Asked) -> list[Finding]:
-    """What takes connections between all workers."""
+def _connections(peers: Peers) -> list[Finding]:
+    """Connect every worker to every other through gloo, and measure the links."""
+    if peers.workers == 1:
+        return []
+    errors = _errors(peers.gather("connected", peers.connect_gloo(), extra_s=CONNECT_S))
+    if any(errors):
+        return [_not_connected(errors)]
+    link: dict[str, float] | str
     try:
-        seat.join_group()
-        error = ""
-    except meeting.MeetingError as failed:
-        error = str(failed)
-    patient = replace(seat, timeout_s=seat.timeout_s + meeting.JOIN_S)
-    failures = {worker: said for worker, said in enumerate(patient.gather("joined", error)) if said != ""}
-    if failures:
-        said = next(iter(failures.values()))
-        way_out = "Open all TCP ports between the hosts, and set GLOO_SOCKET_IFNAME to the interface that joins them."
-        shown = f"{names(list(failures))} could not connect to all others: {said or 'it said nothing in time'}"
-        return [problem("connections", shown, way_out)]
-    try:
-        findings = _measured(seat, asked.links_s)
-    except RuntimeError as failed:
-        shown = f"a connection broke while it was measured: {str(failed).partition(chr(10))[0]}"
-        return [problem("connections", shown, "Is a firewall or a VPN dropping connections? Is a worker gone?")]
+        link = asdict(measure_link(peers.worker, peers.workers))
+    except RuntimeError as error:
+        link = f"the connection broke: {first_line(error)}"
     finally:
         dist.destroy_process_group()
-    return findings if asked.visit is None else findings + _visited(seat, asked.visit)
+    links = peers.gather("links", link, extra_s=CONNECT_S)
+    if any(_errors(links)):
+        return [_not_connected(_errors(links))]
+    connected = ok("connections", "every worker connects to every other over gloo")
+    return [connected, check_links([MeasuredLink(**each) for each in links])]
 
 
-def _measured(seat: meeting.Meeting, links_s: float) -> list[Finding]:
-    offsets = measuring.measure_clocks(seat.worker, seat.workers)
-    links = measuring.measure_links(seat.worker, seat.workers, links_s)
-    told = seat.gather("links", [asdict(link) for link in links])
-    found = measuring.links_from([link for said in told for link in said or []])
-    clocks = [measuring.check_clocks(offsets)] if seat.worker == 0 else []
-    return [ok("connections", "every worker reaches every other over gloo"), *clocks, measuring.check_links(found)]
+def _errors(values: Sequence[object]) -> list[str]:
+    """The error of each worker, where a text is an error and None a worker that did not answer."""
+    texts = ["no answer in time" if value is None else value for value in values]
+    return [text if isinstance(text, str) else "" for text in texts]
 
 
-def _visited(seat: meeting.Meeting, wanted: visit.Visit) -> list[Finding]:
-    """Each worker runs the script as itself, with a meeting point of its own: the launcher's store knows the doctor."""
+def _not_connected(errors: Sequence[str]) -> Finding:
+    failed = [worker for worker, error in enumerate(errors) if error]
+    return problem(
+        "connections",
+        f"{names(failed)} cannot connect to all others: {errors[failed[0]]}",
+        "Collectives need a connection between every two workers.",
+        "Open all TCP ports between the hosts, and set GLOO_SOCKET_IFNAME to the interface that joins them.",
+    )
+
+
+def _dry_run(peers: Peers, run: ScriptRun) -> list[WorkerExit]:
+    """Run the script on all workers, with a store of its own on a free port of worker 0's host."""
     with socket.socket() as probe:
         probe.bind(("", 0))
-        port = int(seat.gather("port", probe.getsockname()[1])[0])
-    with run_folder() as folder:
-        ended = visit.visit_as_worker(wanted, folder, seat.worker, port)
-        patient = replace(seat, timeout_s=wanted.limit_s + seat.timeout_s)
-        told = patient.gather("visit", {"ended": asdict(ended), "attached": visit.read_attached(folder, seat.worker)})
-    heard = [visit.ended_from(worker, said) for worker, said in enumerate(told)]
-    return check_handshake(heard, [None if said is None else said["attached"] for said in told])
-
-
-def _no_meeting(environ: Mapping[str, str], error: Exception) -> Finding:
-    place = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
-    return problem(
-        "workers",
-        f"worker {environ['RANK']} could not meet the others at {place}: {error}",
-        "Is worker 0 started there? Does a firewall let this port through? ping and nc -vz show it.",
-    )
+        port = int(peers.gather("port", probe.getsockname()[1])[0])
+    ended = run_as_worker(run, peers.worker, port)
+    exits = peers.gather("script", asdict(ended), extra_s=run.limit_s)
+    return [exit_from_json(worker, fields) for worker, fields in enumerate(exits)]

@@ -1,4 +1,4 @@
-"""What this machine, or the container around us, allows: files, memory, shared memory, cores."""
+"""Limits of this machine, or of the container: open files, shared memory, cores."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from pathlib import Path
 
 from laconic.doctor.finding import Finding, ok, warning
 
-GIB, MIB = 2**30, 2**20
-FILES_AT_LEAST = 1024
-FILES_A_WORKER = 64  # sockets of a few process groups, pipes of data loaders, the run's own files
-SHARED_AT_LEAST = GIB
-MEMORY_AT_LEAST = GIB
-UNLIMITED = 2**60  # cgroups write "no limit" as a number above this, or as "max"
+LEAST_FILES = 1024
+FILES_PER_WORKER = 64  # sockets of a few process groups, pipes of data loaders, files of the run
+LEAST_SHARED_BYTES = 2**30
+SHARED_MEMORY = Path("/dev/shm")
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # cgroups v2
 
 
 def check_limits(environ: Mapping[str, str], workers: int, local_workers: int, cores: int) -> list[Finding]:
-    """All limits of this machine."""
-    root = Path("/")
+    """Check all limits of this machine."""
+    shared_bytes = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else None
+    quota = cpu_quota(CPU_QUOTA.read_text()) if CPU_QUOTA.is_file() else None
     return [
         check_files(open_files(), workers),
-        check_memory(root),
-        check_shared(root),
-        check_threads(environ, local_workers, cores, cgroup_cores(root)),
+        check_shared(shared_bytes),
+        check_threads(environ, local_workers, cores, quota),
     ]
 
 
 def open_files() -> int | None:
-    """How many files this process may have open, if there is a limit."""
+    """Return how many files this process may open; None without a limit."""
     if sys.platform == "win32":
         return None
     import resource
@@ -39,94 +38,46 @@ def open_files() -> int | None:
 
 
 def check_files(limit: int | None, workers: int) -> Finding:
-    """Whether each worker may open a socket to every other, several times over."""
-    needed = max(FILES_AT_LEAST, FILES_A_WORKER * workers)
+    """Check that each worker may open sockets to all others, for several process groups."""
+    needed = max(LEAST_FILES, FILES_PER_WORKER * workers)
     if limit is None or limit >= needed:
-        return ok("open files", "no limit" if limit is None else f"{limit} at most")
-    return warning(
-        "open files",
-        f"{limit} at most, and {workers} workers may need {needed}",
-        f"Raise it before the run: ulimit -n {max(needed, 65536)}.",
-    )
+        return ok("open files", "no limit" if limit is None else f"at most {limit}")
+    why = f"With {workers} workers, sockets and data loaders may need {needed}."
+    return warning("open files", f"at most {limit}", why, f"Run ulimit -n {max(needed, 65536)} before the run.")
 
 
-def check_memory(root: Path) -> Finding:
-    """How much memory there is, and whether a container holds us to less."""
-    available = _meminfo(root).get("MemAvailable")
-    limit = cgroup_memory(root)
-    if available is None:
-        return ok("memory", "unknown: there is no /proc/meminfo here")
-    shown = f"{available / GIB:.1f} GiB available"
-    if limit is not None:
-        shown += f", and this container may use {limit / GIB:.1f} GiB"
-    if min(available, available if limit is None else limit) < MEMORY_AT_LEAST:
-        return warning("memory", shown, "A worker whose memory ends is killed without a word. Free some, or use less.")
-    return ok("memory", shown)
-
-
-def check_shared(root: Path) -> Finding:
-    """Docker gives 64 MiB of shared memory by default, and a data loader's workers die of it with "Bus error"."""
-    place = root / "dev/shm"
-    if not place.is_dir():
+def check_shared(total_bytes: int | None) -> Finding:
+    """Check the size of /dev/shm. Docker's default is 64 MiB."""
+    if total_bytes is None:
         return ok("shared memory", "there is no /dev/shm here")
-    total = shutil.disk_usage(place).total
-    shown = f"/dev/shm holds {total / MIB:,.0f} MiB"
-    if total < SHARED_AT_LEAST:
-        return warning(
-            "shared memory",
-            shown,
-            "Data loaders with workers, and NCCL, may fail with 'Bus error'. Give the container --shm-size=8g or "
-            "--ipc=host.",
-        )
-    return ok("shared memory", shown)
+    shown = f"/dev/shm has {total_bytes / 2**20:,.0f} MiB"
+    if total_bytes >= LEAST_SHARED_BYTES:
+        return ok("shared memory", shown)
+    why = "Data loaders with workers, and NCCL, may fail with 'Bus error'."
+    return warning("shared memory", shown, why, "Start the container with --shm-size=8g or --ipc=host.")
 
 
 def check_threads(environ: Mapping[str, str], local_workers: int, cores: int, quota: float | None) -> Finding:
-    """Whether the workers of this host start more threads than there are cores for them."""
-    allowed = min(float(cores), quota) if quota is not None else float(cores)
+    """Check that the workers of this host start no more threads than they have cores."""
+    allowed = float(cores) if quota is None else min(float(cores), quota)
     text = environ.get("OMP_NUM_THREADS", "")
     threads = int(text) if text.isdigit() and int(text) else cores
-    each = max(1, int(allowed // local_workers))
-    shown = f"{local_workers} x {threads} threads on {allowed:g} cores" + (
-        "" if text else " (OMP_NUM_THREADS is unset)"
-    )
-    if quota is not None and quota < cores:
-        shown += f"; the container's quota is {quota:g} of {cores}"
+    shown = f"{local_workers} x {threads} threads on {allowed:g} cores" + ("" if text else ", OMP_NUM_THREADS is unset")
+    shown += f", the container may use {quota:g} of {cores} cores" if quota is not None and quota < cores else ""
     if local_workers * threads > max(allowed, local_workers):
-        return warning("threads", shown, f"Threads that take turns slow every worker. Set OMP_NUM_THREADS={each}.")
+        way_out = f"Set OMP_NUM_THREADS={max(1, int(allowed // local_workers))}."
+        return warning("threads", shown, "Threads that share a core slow every worker.", way_out)
     if local_workers > allowed:
-        return warning("threads", shown, "More workers than cores take turns, and each round waits for the slowest.")
+        why = "Workers that share a core slow each other, and each collective waits for the slowest."
+        return warning("threads", shown, why, "Start fewer workers on this host.")
     return ok("threads", shown)
 
 
-def cgroup_memory(root: Path) -> int | None:
-    """The container's limit of memory in bytes, of either version of cgroups."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        text = _text(root / "sys/fs/cgroup" / name)
-        if text.isdigit() and int(text) < UNLIMITED:
-            return int(text)
-    return None
+def cpu_quota(text: str) -> float | None:
+    """Parse the content of cpu.max into cores; None without a quota.
 
-
-def cgroup_cores(root: Path) -> float | None:
-    """How many cores' time the container may use."""
-    base = root / "sys/fs/cgroup"
-    words = _text(base / "cpu.max").split() or [
-        _text(base / "cpu/cpu.cfs_quota_us"),
-        _text(base / "cpu/cpu.cfs_period_us"),
-    ]
-    if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
-        return int(words[0]) / int(words[1])
-    return None
-
-
-def _meminfo(root: Path) -> dict[str, int]:
-    lines = (line.split() for line in _text(root / "proc/meminfo").splitlines())
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1 and words[1].isdigit()}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+    >>> cpu_quota("150000 100000"), cpu_quota("max 100000")
+    (1.5, None)
+    """
+    quota, _, period = text.strip().partition(" ")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None

@@ -1,7 +1,8 @@
-"""Which address this machine would tell the others: interfaces, its own name, and the name of the first worker's host.
+"""The address that gloo announces to the other workers, and MASTER_ADDR.
 
-`addresses.py` says how gloo chooses. Debian and Ubuntu write `127.0.1.1 myhost` into /etc/hosts, and then every worker
-tells the others to reach it at 127.0.1.1, where each of them finds only itself.
+gloo uses the interface in GLOO_SOCKET_IFNAME. Without it, gloo resolves this host's name and binds to the first address
+that it can, else to the loopback. Debian and Ubuntu write `127.0.1.1 myhost` into /etc/hosts: then every worker
+announces 127.0.1.1, where each of the others finds only itself.
 """
 
 from __future__ import annotations
@@ -9,96 +10,102 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from ipaddress import ip_address
 
 from laconic.doctor.finding import Finding, ok, problem, warning
-from laconic.elastic.addresses import Card, can_bind, cards_here, is_loopback, own_address, resolve
 
-Resolver: TypeAlias = Callable[[str], Sequence[str]]
-Binder: TypeAlias = Callable[[str], bool]
+GLOO = "gloo's interface"
+NOT_REACHABLE = "Workers on other hosts cannot connect to this one."
 
 
 @dataclass(frozen=True)
 class Host:
-    """What the checks ask of a machine; tests give them another one."""
+    """A machine as the checks see it. Tests describe other machines with it."""
 
     name: str
-    cards: tuple[Card, ...]
-    resolve: Resolver
-    can_bind: Binder
+    interfaces: Sequence[str]
+    resolve: Callable[[str], Sequence[str]]
+    can_bind: Callable[[str], bool]
+
+    @property
+    def outward(self) -> list[str]:
+        """The interfaces other than the loopback."""
+        return [name for name in self.interfaces if name not in ("lo", "lo0")]
 
 
 def host_here() -> Host:
-    """What this machine is."""
-    return Host(socket.gethostname(), tuple(cards_here()), resolve, can_bind)
+    """Return this machine."""
+    return Host(socket.gethostname(), [name for _, name in socket.if_nameindex()], resolve, can_bind)
 
 
-def check_interfaces(host: Host, environ: Mapping[str, str], several_hosts: bool) -> list[Finding]:
-    """Which interfaces there are, and which one gloo would take."""
-    shown = ", ".join(f"{card.name} {card.address}" for card in host.cards) or "none that has an address"
-    outward = [card for card in host.cards if not is_loopback(card.address)]
-    findings = [ok("interfaces", shown)]
-    if several_hosts and not outward:
-        findings = [problem("interfaces", shown, "This host has no address but its own loopback. Connect it.")]
-    return [*findings, _gloos_choice(host, environ, several_hosts, outward)]
+def resolve(name: str) -> list[str]:
+    """Return the addresses of a name; an empty list if it cannot be resolved."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def _gloos_choice(host: Host, environ: Mapping[str, str], several_hosts: bool, outward: Sequence[Card]) -> Finding:
+def can_bind(address: str) -> bool:
+    """Return whether an address belongs to this machine."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def check_network(host: Host, environ: Mapping[str, str], several_hosts: bool) -> list[Finding]:
+    """Run all network checks of one host."""
     wanted = environ.get("GLOO_SOCKET_IFNAME")
-    if wanted:
-        return _chosen(host, wanted, several_hosts, outward)
-    address = own_address(host.name, host.resolve, host.can_bind)
-    way_out = f"Set GLOO_SOCKET_IFNAME={outward[0].name if outward else 'eth0'} on this host"
-    way_out += f", or let the name {host.name} lead to its real address in /etc/hosts."
-    if address is None:
-        found = f"this host's name, {host.name}, leads to no address of its own: gloo falls back to the loopback"
-    elif is_loopback(address):
-        found = f"this host's name, {host.name}, leads to {address}: gloo would tell the others to reach it there"
-    else:
-        card = next((card.name for card in host.cards if card.address == address), "an interface")
-        return ok("gloo's interface", f"{card} {address}, where this host's name, {host.name}, leads")
-    if several_hosts:
-        return problem("gloo's interface", f"{found}, and no other host can", way_out)
-    return warning("gloo's interface", f"{found}. That serves for workers on one host", f"For several: {way_out}")
+    return [
+        _chosen_interface(host, wanted, several_hosts) if wanted else _default_address(host, several_hosts),
+        *_master_address(host, environ, several_hosts),
+    ]
 
 
-def _chosen(host: Host, wanted: str, several_hosts: bool, outward: Sequence[Card]) -> Finding:
-    known = {card.name for card in host.cards}
-    missing = [name for name in wanted.split(",") if name not in known]
+def _chosen_interface(host: Host, wanted: str, several_hosts: bool) -> Finding:
+    names = wanted.split(",")
+    missing = [name for name in names if name not in host.interfaces]
     if missing:
-        return problem(
-            "gloo's interface",
-            f"GLOO_SOCKET_IFNAME={wanted}: {missing[0]} is no interface with an address on this host",
-            f"Choose from: {', '.join(sorted(known)) or 'none'}.",
-        )
-    if several_hosts and not any(card.name in wanted.split(",") for card in outward):
-        other = f" Set GLOO_SOCKET_IFNAME={outward[0].name}." if outward else ""
-        return problem(
-            "gloo's interface", f"GLOO_SOCKET_IFNAME={wanted} is the loopback", f"No other host can reach it.{other}"
-        )
-    return ok("gloo's interface", f"{wanted}, from GLOO_SOCKET_IFNAME")
+        found = f"GLOO_SOCKET_IFNAME={wanted}: this host has no interface {missing[0]}"
+        return problem(GLOO, found, "gloo cannot start.", f"Choose from: {', '.join(host.interfaces)}.")
+    if several_hosts and not set(names) & set(host.outward):
+        return problem(GLOO, f"GLOO_SOCKET_IFNAME={wanted} is the loopback", NOT_REACHABLE, _set_interface(host))
+    return ok(GLOO, f"{wanted}, from GLOO_SOCKET_IFNAME")
 
 
-def check_master(host: Host, environ: Mapping[str, str], several_hosts: bool) -> list[Finding]:
-    """Whether the name under which workers meet leads somewhere."""
+def _default_address(host: Host, several_hosts: bool) -> Finding:
+    address = next((each for each in host.resolve(host.name) if host.can_bind(each)), None)
+    if address is not None and not _is_loopback(address):
+        return ok(GLOO, f"the one with {address}, to which this host's name, {host.name}, resolves")
+    found = f"this host's name, {host.name}, resolves to {address or 'no address of this host'}"
+    way_out = f"{_set_interface(host)} Or let {host.name} resolve to its real address in /etc/hosts."
+    if several_hosts:
+        return problem(GLOO, found, f"gloo announces {address or 'the loopback'}. {NOT_REACHABLE}", way_out)
+    return warning(GLOO, found, f"This works on one host. {NOT_REACHABLE}", f"For several hosts: {way_out}")
+
+
+def _set_interface(host: Host) -> str:
+    return f"Set GLOO_SOCKET_IFNAME to the interface that joins the hosts ({', '.join(host.outward) or 'none here'})."
+
+
+def _master_address(host: Host, environ: Mapping[str, str], several_hosts: bool) -> list[Finding]:
     name = environ.get("MASTER_ADDR")
     if not name:
         return []
     addresses = host.resolve(name)
+    shown = f"MASTER_ADDR={name}" + ("" if name in addresses else f" ({', '.join(addresses) or 'cannot be resolved'})")
     if not addresses:
         way_out = "Use an address, or add the name to /etc/hosts on every host."
-        return [problem("meeting point", f"MASTER_ADDR={name} cannot be resolved here", way_out)]
-    shown = f"MASTER_ADDR={name}" + ("" if addresses == [name] else f", {', '.join(addresses)}")
-    if several_hosts and is_loopback(addresses[0]):
-        way_out = "Give the address of worker 0's host as the others see it, such as 10.0.0.1."
-        return [problem("meeting point", f"{shown}: each host would look for worker 0 at itself", way_out)]
-    return [ok("meeting point", f"{shown}, port {environ.get('MASTER_PORT', 'unset')}")]
+        return [problem("master address", shown, "This worker cannot find worker 0.", way_out)]
+    if several_hosts and _is_loopback(addresses[0]):
+        why = "Each host looks for worker 0 on itself."
+        return [problem("master address", shown, why, "Use an address of worker 0's host that the others can reach.")]
+    return [ok("master address", f"{shown}, port {environ.get('MASTER_PORT', 'unset')}")]
 
 
-def check_name(host: Host) -> Finding:
-    """Whether this host's own name leads anywhere."""
-    addresses = host.resolve(host.name)
-    if not addresses:
-        way_out = f"Add a line with its address and {host.name} to /etc/hosts."
-        return warning("host name", f"{host.name} cannot be resolved: lookups may stall", way_out)
-    return ok("host name", f"{host.name} is {', '.join(addresses)}")
+def _is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback

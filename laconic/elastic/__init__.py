@@ -26,19 +26,19 @@ from laconic.elastic.errors import (
 from laconic.elastic.run import Run
 from laconic.elastic.snapshot import Committed
 from laconic.elastic.step import Step
-from laconic.elastic.world import World, join, serve
+from laconic.elastic.world import ElasticWorld, join, serve
 
 __all__ = [
     "Committed",
     "DamagedStateError",
     "ElasticError",
+    "ElasticWorld",
     "EndedError",
     "QuorumError",
     "ReplacedError",
     "Run",
     "Step",
     "StoreLostError",
-    "World",
     "join",
     "serve",
 ]

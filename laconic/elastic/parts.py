@@ -1,4 +1,4 @@
-"""The parts of a worker's state in an elastic run, and the checks of what `Run` is given."""
+"""The objects that make up a worker's state, and the errors that mean a lost worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from laconic import LostWorkerError, Session
 from laconic.elastic.snapshot import Stateful
-from laconic.values import is_whole
 
 
 def parts_of(
@@ -21,7 +20,7 @@ def parts_of(
     A lost worker that continues may still write into buffers of a collective that the others have abandoned: these
     must not be the weights, which the others have restored from a snapshot by then.
     """
-    check_bare(session, model)
+    _check_bare(session, model)
     session.commit = "atomic"
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     return {
@@ -32,7 +31,7 @@ def parts_of(
     }
 
 
-def check_bare(session: Session, model: nn.Module) -> None:
+def _check_bare(session: Session, model: nn.Module) -> None:
     """Refuse models that keep a process group, which is lost with its first worker."""
     wrapped = any(isinstance(each, DistributedDataParallel) for each in model.modules())
     if not wrapped and session.can_regroup:
@@ -48,10 +47,3 @@ def check_bare(session: Session, model: nn.Module) -> None:
 def is_loss(session: Session, error: BaseException) -> bool:
     """Return whether an error means that workers were lost, and is not the user's own."""
     return isinstance(error, LostWorkerError) or error is session.error
-
-
-def check_counts(**given: int | None) -> None:
-    """Refuse what is not a whole number of at least 1, or None."""
-    for word, value in given.items():
-        if value is not None and not is_whole(value):
-            raise ValueError(f"Run({word}={value!r}): {word} must be a whole number of at least 1.")

@@ -23,12 +23,13 @@ from laconic import DisagreementError, Session
 from laconic.elastic.errors import ElasticError, EndedError, ReplacedError, StoreLostError
 from laconic.elastic.group import connect, leave, regroup
 from laconic.elastic.history import History, SnapshotStore
-from laconic.elastic.parts import check_counts, is_loss, parts_of
+from laconic.elastic.parts import is_loss, parts_of
 from laconic.elastic.rendezvous import Member, Membership
 from laconic.elastic.snapshot import Committed, Stateful
 from laconic.elastic.state_transfer import transfer
 from laconic.elastic.step import CommitClock, Step
-from laconic.elastic.world import World
+from laconic.elastic.world import ElasticWorld
+from laconic.values import is_whole
 
 logger = logging.getLogger("laconic.elastic")
 
@@ -47,7 +48,7 @@ class Run:
 
     def __init__(
         self,
-        world: World,
+        world: ElasticWorld,
         session: Session,
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
@@ -58,7 +59,9 @@ class Run:
         save_every: int | None = None,
         on_commit: Callable[[Committed], None] | None = None,
     ) -> None:
-        check_counts(every=every, save_every=save_every)
+        for word, value in (("every", every), ("save_every", save_every)):
+            if value is not None and not is_whole(value):
+                raise ValueError(f"Run({word}={value!r}): {word} must be a whole number of at least 1.")
         self.world, self.session = world, session
         self._save_every = save_every
         store = None if folder is None else SnapshotStore(Path(folder), world.id)

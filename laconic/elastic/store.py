@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,8 +22,6 @@ CancelCheck: TypeAlias = Callable[[], None]
 """Raises an error when a wait must end early."""
 
 POLL_S = 0.01
-WAIT_S = 60.0
-"""How long `get` waits for a key."""
 FORM_S = 10.0
 """How long to wait at least for a key that another member writes while a group is formed."""
 
@@ -54,11 +51,9 @@ class BoundedStore(Store):
         if self.lost is not None:
             raise self.lost
         try:
-            return self._result(run_in_thread(lambda: getattr(self._inner, method)(*args)))
+            return run_in_thread(lambda: getattr(self._inner, method)(*args)).result(self._limit_s)
         except NoAnswer:
             why = f"no answer for {self._limit_s:g} s"
-        except StoreLostError:
-            raise
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
         self.lost = StoreLostError(
@@ -67,18 +62,6 @@ class BoundedStore(Store):
             "if it is down, then the workers: with a folder, they continue from the last committed step."
         )
         raise self.lost
-
-    def _result(self, answer: Future[Any]) -> Any:
-        """Wait for an answer until the limit, or until another caller has found the store lost."""
-        until = time.monotonic() + self._limit_s
-        while True:
-            try:
-                return answer.result(min(0.2, self._limit_s))
-            except NoAnswer:
-                if self.lost is not None:
-                    raise self.lost from None
-                if time.monotonic() > until:
-                    raise
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a key."""
@@ -105,9 +88,9 @@ class BoundedStore(Store):
         """Write a key if its value is `expected`, and return its value."""
         return bytes(self._call("compare_set", key, expected, desired))
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+    def wait(self, keys: Sequence[str], timeout: timedelta = timedelta(seconds=60)) -> None:
         """Wait until all keys are written, or the wait is cancelled."""
-        limit_s = WAIT_S if timeout is None else timeout.total_seconds()
+        limit_s = timeout.total_seconds()
         if self._check_cancelled is not None:  # gloo passes its timeout of one connection, which is too short here
             limit_s = max(limit_s, FORM_S)
         until = time.monotonic() + limit_s

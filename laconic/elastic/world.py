@@ -39,7 +39,7 @@ def join(
     expect: int | None = None,
     silence_s: float = 2.0,
     wait_s: float = 60.0,
-) -> World:
+) -> ElasticWorld:
     """Join a run whose workers may come and go.
 
     `store` is the "host:port" of a TCP store that outlives the workers (`serve`, or torchrun's --rdzv-endpoint), or any
@@ -75,7 +75,7 @@ def join(
         if not value > 0:
             raise ValueError(f"join({word}={value!r}): {word} must be a number of seconds above 0.")
     assert name is not None
-    return World(_connected(store), run, name, Rules(least, expect, wait_s), silence_s, agent)
+    return ElasticWorld(_connected(store), run, name, Rules(least, expect, wait_s), silence_s, agent)
 
 
 def _default_id(agent: int | None) -> str | None:
@@ -101,7 +101,7 @@ def _connected(store: str | Store) -> Store:
         ) from error
 
 
-class World:
+class ElasticWorld:
     """The connection of one worker to a run. `tag` identifies this process among those with the same id.
 
     `agent` is the process id of the torchrun agent that started this worker, if one did.
@@ -160,4 +160,4 @@ class World:
         self.monitor.close()
 
     def __repr__(self) -> str:
-        return f"<World {self.run!r} as worker {self.id!r}>"
+        return f"<ElasticWorld {self.run!r} as worker {self.id!r}>"

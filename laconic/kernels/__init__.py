@@ -1,5 +1,5 @@
-"""Fast paths, each beside the plain code that it must equal.
+"""Fused paths of the codecs, each tested against the plain code.
 
-`fused.py` is `ByShape(ErrorFeedback(LowRank))` in one piece, for buckets whose memory it may overwrite: Triton kernels
-on CUDA (`triton_*.py`). Elsewhere `dense.py` does it with in-place matrix products.
+`choose.py` decides which one serves a bucket whose memory may be overwritten: `cuda/` (Triton kernels) or `cpu.py`
+(in-place matrix products).
 """

@@ -1,4 +1,4 @@
-"""Which fast path serves a bucket, if any."""
+"""Choose the fused path for a bucket, if one serves it."""
 
 from __future__ import annotations
 
@@ -10,82 +10,90 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from laconic.comm.requests import Exchange, State, Tensors
+from laconic.comm.requests import Exchange, Tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from laconic.codecs.low_rank import LowRank
+    from laconic.codecs.low_rank_state import Factors
 
 logger = logging.getLogger(__name__)
 
-LARGEST_RANK = 64
-_SMALL = 1 << 22
-"""Up to so many numbers are worth copying into one message."""
+MAX_RANK = 64
+_MAX_COPIED = 1 << 22
+"""Up to so many numbers, a copy into one message costs less than a message of its own."""
 
 
-def fast_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor], state: State) -> Exchange | None:
+def fast_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor], factors: Factors) -> Exchange | None:
     """Return `ErrorFeedback(codec)` over `tensors` as one fused exchange, or None where only the plain code serves."""
     some = next(iter(tensors.values()), None)
-    if some is None or not _in_step(codec, tensors, state):
+    if some is None or not _can_fuse(codec, tensors, factors):
         return None
     if _has_kernels(codec, tensors):
         from laconic.kernels.cuda.fused import fused_feedback
 
-        return fused_feedback(codec, tensors, residual, state)
+        return fused_feedback(codec, tensors, residual, factors)
     if some.dtype in (torch.float32, torch.float64) and some.device.type != "meta":
         from laconic.kernels.cpu import dense_feedback
 
-        return dense_feedback(codec, tensors, residual, state)
+        return dense_feedback(codec, tensors, residual, factors)
     return None
 
 
+def can_fuse_all(tensors: Tensors) -> bool:
+    """Return whether all tensors of a bucket can share one fp32 message on CUDA, as `fast_by_shape` needs it."""
+    some = next(iter(tensors.values()), None)
+    return some is not None and some.device.type == "cuda" and some.dtype == torch.float32
+
+
 def fast_by_shape(
-    codec: LowRank, split: Callable[[Tensors], tuple[Tensors, Tensors]], tensors: Tensors, state: State
+    codec: LowRank,
+    split: Callable[[Tensors], tuple[Tensors, Tensors]],
+    tensors: Tensors,
+    residual: dict[str, Tensor],
+    factors: Factors,
 ) -> Exchange | None:
-    """Return `ByShape(ErrorFeedback(codec))` as one fused exchange, where all of it can share one message on CUDA."""
-    known = state.get("_bound", {}).get(id(tensors))
-    if known is not None and known.still(codec, tensors):
+    """Return `ByShape(ErrorFeedback(codec))` as one fused exchange on CUDA, or None."""
+    cached = factors.cache("bound")
+    known = cached.get(id(tensors))
+    if known is not None and known.is_current(codec, tensors):
         exchange: Exchange = known.exchange()
         return exchange
-    some = next(iter(tensors.values()), None)
-    if some is None or some.device.type != "cuda" or some.dtype != torch.float32:
-        return None  # factors are fp32, and what has another dtype travels beside them
     matrices, rest = split(tensors)
-    inner = state.setdefault("codec", {}).setdefault("inner", {})
-    if not matrices or not _in_step(codec, matrices, inner) or not _has_kernels(codec, matrices):
+    if not matrices or not _can_fuse(codec, matrices, factors) or not _has_kernels(codec, matrices):
         return None
-    if sum(t.numel() for t in rest.values()) > _SMALL or not all(t.is_contiguous() for t in rest.values()):
+    if sum(t.numel() for t in rest.values()) > _MAX_COPIED or not all(t.is_contiguous() for t in rest.values()):
         return None
     from laconic.kernels.cuda.fused import bind
 
-    bound = bind(codec, matrices, rest, tensors, state["codec"].setdefault("residual", {}), inner)
-    groups = inner["_fused"].values()
-    others = [each for each in state.get("_bound", {}).values() if each.group in groups and each.group != bound.group]
-    state["_bound"] = {id(each.tensors): each for each in (*others, bound)}
+    bound = bind(codec, matrices, rest, tensors, residual, factors)
+    buckets = factors.cache("fused").values()
+    for key in [key for key, other in cached.items() if other.bucket is bound.bucket or other.bucket not in buckets]:
+        del cached[key]
+    cached[id(tensors)] = bound
     return bound.exchange()
 
 
 def can_collect(tensors: Tensors) -> bool:
-    """Tell whether many small tensors on CUDA can be gathered in one launch, and whether that is worth it."""
+    """Return whether one launch can copy many small CUDA tensors into one, and whether that is worth it."""
     some = next(iter(tensors.values()), None)
     if some is None or len(tensors) < 4 or some.device.type != "cuda" or not some.dtype.is_floating_point:
         return False
-    small = sum(t.numel() for t in tensors.values()) < _SMALL
+    small = sum(t.numel() for t in tensors.values()) < _MAX_COPIED
     return small and all(t.is_contiguous() and t.numel() for t in tensors.values()) and _has_triton()
 
 
-def own_is_owed() -> dict[str, Tensor]:
-    """Say why a fused exchange has no own part to show."""
-    raise RuntimeError("the own part went into the residual. Ask with reuse=False to keep it.")
+def own_is_in_residual() -> dict[str, Tensor]:
+    """Raise the error of a fused exchange that is asked for `own()`."""
+    raise RuntimeError("A fused exchange does not keep its own part: it went into the residual. Pass reuse=False.")
 
 
-def _in_step(codec: LowRank, tensors: Tensors, state: State) -> bool:
-    """Tell whether all matrices lie row by row, and have the same turn."""
+def _can_fuse(codec: LowRank, tensors: Tensors, factors: Factors) -> bool:
+    """Return whether all matrices are contiguous and send the same factor at this call."""
     if not codec.warm_start or not all(t.is_contiguous() for t in tensors.values()):
         return False
-    turns = state.get("turn", {})
-    return codec.rounds == "two" or len({turns.get(name, 0) % 2 for name in tensors}) == 1
+    return codec.rounds == "two" or factors.in_step(tensors)
 
 
 def _has_kernels(codec: LowRank, tensors: Tensors) -> bool:
@@ -93,12 +101,12 @@ def _has_kernels(codec: LowRank, tensors: Tensors) -> bool:
     if some.device.type != "cuda" or not _has_triton():
         return False
     smallest = min(min(t.shape[0], t.shape[1:].numel()) for t in tensors.values())
-    return some.dtype in (torch.float32, torch.bfloat16, torch.float16) and codec.rank <= min(LARGEST_RANK, smallest)
+    return some.dtype in (torch.float32, torch.bfloat16, torch.float16) and codec.rank <= min(MAX_RANK, smallest)
 
 
 @cache
 def _has_triton() -> bool:
     if importlib.util.find_spec("triton") is not None:
         return True
-    logger.warning("Triton is not installed: PowerSGD on CUDA goes through plain matrix products, which are slower.")
+    logger.warning("Triton is not installed: PowerSGD on CUDA uses plain matrix products, which are slower.")
     return False

@@ -1,1 +1,1 @@
-"""Plans: values that say when workers synchronise, what they send, what they do with the mean, and with whom."""
+"""Plans: when workers synchronise and what, how it is encoded, what is done with the mean, and with whom."""

@@ -1,7 +1,7 @@
 """Named methods: functions that return plans, and the text form of plans.
 
-`ddp()`, `power_sgd(rank=4)`, `post_local_sgd(period=16)`, `diloco(period=100)` and so on. `plan(text)` parses what a
-plan prints as.
+`ddp()`, `power_sgd(rank=4)`, `post_local_sgd(period=16)`, `diloco(period=100)` and so on. `plan(text)` parses the text
+that a plan prints as.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def power_sgd(
 ) -> Plan:
     """Average gradients at every step, each matrix as two thin factors (PowerSGD, arXiv:1905.13727).
 
-    From step `start` on; before it, exactly.
+    Steps before `start` average exactly.
 
     >>> power_sgd(rank=1, rounds="two").codec
     ByShape(codec=ErrorFeedback(codec=LowRank(rank=1)))
@@ -60,7 +60,7 @@ def post_local_sgd(
 ) -> Plan:
     """Average gradients at every step before `start`, then weights every `period` steps (arXiv:1808.07217).
 
-    With `group`, that many workers, or those of one "machine", go on averaging gradients among themselves.
+    With `group`, groups of that many workers, or the workers of one "machine", keep averaging gradients at every step.
     """
     return Plan(PostLocal(start, period), Exact(), Adopt(), _topology(group), buffers, optimizer_state)
 
@@ -89,7 +89,7 @@ def diloco(
     buffers: Buffers = "average",
     optimizer_state: OptimizerState = "keep",
 ) -> Plan:
-    """Average deltas every `period` steps and follow them with Nesterov momentum (DiLoCo, arXiv:2311.08105)."""
+    """Average weight deltas every `period` steps and apply them with Nesterov momentum (DiLoCo, arXiv:2311.08105)."""
     codec = Exact() if codec is None else codec
     return Plan(PostLocal(start, period), codec, Nesterov(lr, momentum), _topology(group), buffers, optimizer_state)
 
@@ -107,7 +107,7 @@ def streaming_diloco(
     buffers: Buffers = "average",
     optimizer_state: OptimizerState = "keep",
 ) -> Plan:
-    """Do the same in fragments that talk at different steps, while training goes on (arXiv:2501.18512)."""
+    """DiLoCo in fragments that synchronise at different steps and overlap with training (arXiv:2501.18512)."""
     schedule = Streaming(period, fragments, delay, mix, start)
     codec = Exact() if codec is None else codec
     return Plan(schedule, codec, Nesterov(lr, momentum), _topology(group), buffers, optimizer_state)
@@ -121,7 +121,7 @@ def qsr(
     buffers: Buffers = "average",
     optimizer_state: OptimizerState = "keep",
 ) -> Plan:
-    """Average weights ever more seldom as the learning rate falls: (growth / lr)² steps apart (arXiv:2310.14423)."""
+    """Average weights every (growth / lr)² steps: less often as the learning rate falls (arXiv:2310.14423)."""
     return Plan(Quadratic(growth, floor, start), Exact(), Adopt(), _topology(group), buffers, optimizer_state)
 
 
@@ -147,7 +147,7 @@ def _power_sgd_arguments(plan: Plan) -> dict[str, object] | None:
 
 
 def _local_arguments(kind: type[Schedule], outer: bool) -> Callable[[Plan], dict[str, object] | None]:
-    """Read the arguments of a method whose schedule is of this kind, with or without an outer step."""
+    """Return a function from a plan to its method's arguments, for a kind of schedule, with or without outer step."""
 
     def arguments(plan: Plan) -> dict[str, object] | None:
         if type(plan.schedule) is not kind:
@@ -173,8 +173,7 @@ _METHODS: dict[str, tuple[Callable[..., Plan], Callable[[Plan], dict[str, object
     "streaming_diloco": (streaming_diloco, _local_arguments(Streaming, outer=True)),
     "qsr": (qsr, _local_arguments(Quadratic, outer=False)),
 }
-"""The named methods, each with the arguments that would make a given plan, if any could."""
-
+"""The named methods, each with a function that returns the arguments for a given plan, or None."""
 
 _VOCABULARY: dict[str, Callable[..., object]] = {
     **{name: method for name, (method, _) in _METHODS.items()},
@@ -186,7 +185,7 @@ _ALWAYS_SHOWN = ("rank", "period", "fragments")
 
 
 def call_of(plan: Plan) -> str | None:
-    """Return the call of the named method that makes `plan`, if there is one."""
+    """Return the call of the named method that makes `plan`, or None."""
     for name, (method, arguments) in _METHODS.items():
         given = arguments(plan)
         if given is not None and method(**given) == plan:
@@ -195,14 +194,14 @@ def call_of(plan: Plan) -> str | None:
 
 
 def _shown(method: Callable[..., Plan], given: dict[str, object]) -> dict[str, object]:
-    """Leave out what equals the default, but for what tells plans apart at a glance."""
+    """Return the arguments to print: those that differ from their defaults, and always rank, period and fragments."""
     parameters = signature(method).parameters.values()
     shown = {p.name: given[p.name] for p in parameters if given[p.name] != p.default or p.name in _ALWAYS_SHOWN}
     return {name: value for name, value in shown.items() if not (name == "codec" and value == Exact())}
 
 
 def plan(text: str) -> Plan:
-    """Read a plan from its text; nothing is evaluated.
+    """Parse a plan from its text; nothing is evaluated.
 
     >>> plan("power_sgd(rank=2)") == power_sgd(rank=2)
     True
@@ -213,14 +212,14 @@ def plan(text: str) -> Plan:
     value = parse(text, _VOCABULARY)
     if not isinstance(value, Plan):
         raise PlanError(
-            f"{text!r} is a {type(value).__name__}, and a part of a plan at most. "
+            f"{text!r} is a {type(value).__name__}, which can only be a part of a plan. "
             "Write a method such as power_sgd(rank=4), or Plan(schedule=..., codec=...)."
         )
     return value
 
 
 def plan_from_env(default: Plan | None = None) -> Plan:
-    """Read the plan that `laconic compare --script` has left in LACONIC_PLAN, or give `default`, or `ddp()`.
+    """Return the plan that `laconic compare --script` sets in LACONIC_PLAN, else `default`, else `ddp()`.
 
     >>> plan_from_env(default=power_sgd(rank=2))
     power_sgd(rank=2)

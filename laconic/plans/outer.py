@@ -1,7 +1,7 @@
-"""What is done with what was heard.
+"""Outer steps: how the mean changes the weights.
 
-At the end of a round every worker holds the same anchor (the weights that all agreed on last) and the same mean
-delta (anchor − weights: it acts as a gradient). The outer step syncs them into the next anchor.
+At the end of a round every worker holds the same anchor (the weights after the last round) and the same mean delta
+(anchor − weights, which acts as a gradient). The outer step computes the next anchor from both.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from laconic.values import as_code, is_number
 
 @runtime_checkable
 class Outer(Protocol):
-    """The step that follows a round."""
+    """The step that follows a round of weights."""
 
     @property
     def adopts(self) -> bool:
-        """Whether the mean itself becomes the weights, so that no anchor is needed to average exactly."""
+        """Whether the mean of the weights becomes the weights, so that exact averaging needs no anchor."""
         ...
 
     def step(self, anchor: dict[str, Tensor], delta: Tensors, state: State) -> None:
-        """Move `anchor`, in place, by the mean `delta`. What is remembered goes to `state`, by parameter name."""
+        """Update `anchor` in place from the mean `delta`. `state` is kept between rounds, by parameter name."""
         ...
 
 
 @dataclass(frozen=True, repr=False)
 class Adopt:
-    """Plain averaging: the mean of the workers' weights becomes everyone's."""
+    """Plain averaging: every worker takes the mean of the weights."""
 
     __repr__ = as_code
 
     @property
     def adopts(self) -> bool:
-        """Always."""
+        """True."""
         return True
 
     def step(self, anchor: dict[str, Tensor], delta: Tensors, state: State) -> None:
@@ -64,20 +64,20 @@ class Nesterov:
 
     def __post_init__(self) -> None:
         values: list[tuple[str, object, float]] = [("lr", self.lr, inf), ("momentum", self.momentum, 1.0)]
-        for word, value, most in values:
-            if not (is_number(value) and 0 <= value < most):  # type: ignore[operator]
-                rule = "a number from 0 up" if word == "lr" else "a number from 0 to below 1"
+        for name, value, limit in values:
+            if not (is_number(value) and 0 <= value < limit):  # type: ignore[operator]
+                rule = "a number from 0 up" if name == "lr" else "a number from 0 to below 1"
                 raise ValueError(
-                    f"Nesterov({word}={value!r}): {word} must be {rule}. DiLoCo uses lr=0.7, momentum=0.9."
+                    f"Nesterov({name}={value!r}): {name} must be {rule}. DiLoCo uses lr=0.7, momentum=0.9."
                 )
 
     @property
     def adopts(self) -> bool:
-        """Only without momentum at full length."""
+        """True for lr=1 and momentum=0."""
         return self.lr == 1 and self.momentum == 0
 
     def step(self, anchor: dict[str, Tensor], delta: Tensors, state: State) -> None:
-        """Move by the mean delta and what is left of the earlier ones."""
+        """Apply the mean delta and the momentum of earlier rounds."""
         velocity: dict[str, Tensor] = state.setdefault("velocity", {})
         for name, d in delta.items():
             a = anchor[name]
@@ -92,9 +92,9 @@ class Nesterov:
 
 @dataclass(frozen=True, repr=False)
 class Optim:
-    """Any optimizer of torch.optim, by name or as its class, on the deltas: `Optim("AdamW", {"lr": 0.1})`.
+    """Any optimizer of torch.optim, by name or as a class, on the deltas: `Optim("AdamW", {"lr": 0.1})`.
 
-    A class of your own serves as well; only a plan with one cannot be read back from its text.
+    Other optimizer classes work too, but a plan with one cannot be parsed from its text.
     """
 
     optimizer: str | type[Optimizer]
@@ -114,11 +114,11 @@ class Optim:
 
     @property
     def adopts(self) -> bool:
-        """Never."""
+        """False."""
         return False
 
     def step(self, anchor: dict[str, Tensor], delta: Tensors, state: State) -> None:
-        """Let the optimizer step the anchors, with the mean deltas as their gradients."""
+        """Step the optimizer on the anchors, with the mean deltas as their gradients."""
         names, known = list(delta), state.setdefault("optim", {})
         optimizer = self._make([anchor[name] for name in names])
         for name in names:

@@ -1,9 +1,9 @@
-"""A plan: the whole choice in one value.
+"""A plan: when workers synchronise, what they send, what they do with the mean, and with whom, as one value.
 
     Plan(schedule=Every(1), codec=ByShape(ErrorFeedback(LowRank(rank=4))), outer=Adopt(), topology=World())
 
-It is frozen, compares and hashes, prints as the code that makes it, and parses back from that text. The named methods
-(`methods.py`) are functions that return plans.
+A plan is frozen, can be compared and hashed, prints as the code that makes it, and can be parsed from that text. The
+named methods (`methods.py`) are functions that return plans.
 """
 
 from __future__ import annotations
@@ -14,17 +14,7 @@ from typing import Literal, TypeAlias, get_args
 
 from laconic.codecs import Codec, Exact
 from laconic.plans.outer import Adopt, Outer
-from laconic.plans.schedules import (
-    GRADIENTS,
-    Every,
-    Level,
-    Nested,
-    Payload,
-    Schedule,
-    Streaming,
-    Sync,
-    SyncClock,
-)
+from laconic.plans.schedules import GRADIENTS, Every, Level, Nested, Payload, Schedule, Streaming, Sync, SyncClock
 from laconic.plans.topology import Topology, World
 from laconic.values import as_code
 
@@ -34,11 +24,12 @@ OptimizerState: TypeAlias = Literal["keep", "average", "reset"]
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """When workers talk, how it is said, what is done with what was heard, and with whom.
+    """When workers synchronise and what, how it is encoded, what is done with the mean, and with whom.
 
-    `buffers` says what a round of weights does with BatchNorm statistics and other buffers, `optimizer_state` what it
+    `buffers` is what a round of weights does with BatchNorm statistics and other buffers, `optimizer_state` what it
     does with the optimizer's moments.
 
+    >>> from laconic import ByShape, ErrorFeedback, LowRank, power_sgd
     >>> Plan(codec=ByShape(ErrorFeedback(LowRank(rank=2, rounds="alternating")))) == power_sgd(rank=2)
     True
     >>> power_sgd(rank=2)
@@ -53,40 +44,41 @@ class Plan:
     optimizer_state: OptimizerState = "keep"
 
     def __post_init__(self) -> None:
-        wanted = {
+        protocols = {
             "schedule": (Schedule, "Every(8)"),
             "codec": (Codec, "Exact()"),
             "outer": (Outer, "Adopt()"),
             "topology": (Topology, "World()"),
         }
-        for part, (kind, example) in wanted.items():
+        for part, (kind, example) in protocols.items():
             value = getattr(self, part)
             if not isinstance(value, kind) or isinstance(value, type):
                 raise TypeError(f"Plan({part}={value!r}): {part} must be a {part}, such as {example}.")
-        for word, kinds in (("buffers", Buffers), ("optimizer_state", OptimizerState)):
-            if getattr(self, word) not in get_args(kinds):
+        for option, kinds in (("buffers", Buffers), ("optimizer_state", OptimizerState)):
+            if getattr(self, option) not in get_args(kinds):
                 known = " or ".join(repr(kind) for kind in get_args(kinds))
-                raise ValueError(f"Plan({word}={getattr(self, word)!r}): {word} must be {known}.")
+                raise ValueError(f"Plan({option}={getattr(self, option)!r}): {option} must be {known}.")
         if not self.local:
-            self._refuse_what_only_local_plans_have()
+            self._check_no_local_options()
 
     @cached_property
     def text(self) -> str:
-        """How it is written, kept for those who ask at every step."""
+        """`repr(self)`, computed once: headers use it at every step."""
         return repr(self)
 
-    def _refuse_what_only_local_plans_have(self) -> None:
+    def _check_no_local_options(self) -> None:
+        """Refuse options of rounds of weights: this plan has none."""
         defaults = {"outer": Adopt(), "topology": World(), "buffers": "average", "optimizer_state": "keep"}
-        for word, default in defaults.items():
-            if getattr(self, word) != default:
+        for option, default in defaults.items():
+            if getattr(self, option) != default:
                 raise ValueError(
-                    f"Plan(schedule={self.schedule!r}, {word}={getattr(self, word)!r}): this schedule averages "
-                    f"gradients at every step and never weights, so {word} would have no effect. Leave it out, or "
+                    f"Plan(schedule={self.schedule!r}, {option}={getattr(self, option)!r}): this schedule averages "
+                    f"gradients at every step and never weights, so {option} would have no effect. Leave it out, or "
                     "choose a longer period."
                 )
 
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
-        """Tell what is averaged at `step`, and among whom; nothing is a step of silence."""
+        """Return what is averaged at `step`, and among whom; an empty tuple for a local step."""
         if step < self.schedule.start:
             return GRADIENTS
         syncs = self.schedule.syncs_at(step, clock)
@@ -95,34 +87,32 @@ class Plan:
         return syncs
 
     def codec_of(self, sync: Sync, step: int) -> Codec:
-        """Tell how a sync is said: exactly before `start` and inside groups, as the plan has it among all."""
+        """Return the codec of a sync: `Exact()` before `start` and inside groups, else the codec of the plan."""
         return Exact() if step < self.schedule.start or not self.is_outermost(sync) else self.codec
 
     def is_outermost(self, sync: Sync) -> bool:
-        """Tell whether a sync is among all workers, where codec and outer step apply."""
+        """Return whether a sync is among all workers; the plan's codec and outer step apply only there."""
         return sync.level is None or sync.level == self.levels[-1]
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """The levels that the plan names, innermost first; None, all workers, where it does not say how many."""
+        """The levels of the plan, innermost first; None means all workers."""
         sizes: list[Level] = [] if self.topology.inner is None else [self.topology.inner]
         nested = self.schedule.groups.values() if isinstance(self.schedule, Nested) else (None,)
         return (*sizes, *nested)
 
     @property
     def local(self) -> bool:
-        """Whether there are steps after which workers hold different weights."""
+        """Whether workers hold different weights after some steps."""
         return self.schedule.syncs_at(self.schedule.start) != GRADIENTS
 
     @property
     def needs_anchor(self) -> bool:
-        """Whether rounds exchange deltas from an anchor, and do not just average the weights themselves."""
+        """Whether rounds average deltas from an anchor instead of the weights themselves."""
         delayed = isinstance(self.schedule, Streaming) and self.schedule.delay > 0
         return self.local and (delayed or not (self.outer.adopts and isinstance(self.codec, Exact)))
 
     def __repr__(self) -> str:
-        from laconic.plans.methods import call_of  # which imports this file
+        from laconic.plans.methods import call_of  # methods.py imports this file
 
         return call_of(self) or as_code(self)
-
-

@@ -1,8 +1,8 @@
-"""When workers talk.
+"""Schedules: at which steps workers synchronise, and what.
 
-A schedule is pure: from the number of a step, counted from 1, it tells what is said after that step, as a tuple of
-syncs; an empty one is a step of silence. Before `start`, every plan averages gradients exactly, as DDP does; `start` is
-the first step at which the method itself applies.
+A schedule is a pure function from the number of a step, counted from 1, to a tuple of syncs, which is empty at a local
+step. Before `start`, every plan averages gradients exactly, as DDP does; `start` is the first step at which the method
+applies.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Payload(StrEnum):
 
 
 Level: TypeAlias = int | Literal["machine"] | None
-"""With whom: groups of so many workers, those of one machine, or (None) all."""
+"""Among whom: groups of so many workers, the workers of one machine, or all (None)."""
 
 
 @dataclass(frozen=True)
 class Sync:
-    """One thing that is averaged at a step: what, among whom, and which fragment of the model (None is all of it)."""
+    """One average at a step: of what, among whom, and of which fragment of the model (None is the whole model)."""
 
     payload: Payload
     level: Level = None
@@ -39,7 +39,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class SyncClock:
-    """What a schedule may know besides the step: when weights were last averaged, and the learning rate since."""
+    """What a schedule may use besides the step: when weights were last averaged, and the learning rate since then."""
 
     since: int
     lr: float = inf
@@ -47,12 +47,12 @@ class SyncClock:
 
 GRADIENTS = (Sync(Payload.GRADIENT),)
 WEIGHTS = (Sync(Payload.WEIGHTS),)
-SILENCE: tuple[Sync, ...] = ()
+NO_SYNC: tuple[Sync, ...] = ()
 
 
 @runtime_checkable
 class Schedule(Protocol):
-    """When workers talk, and about what."""
+    """At which steps workers synchronise, and what."""
 
     @property
     def start(self) -> int:
@@ -61,16 +61,16 @@ class Schedule(Protocol):
 
     @property
     def period(self) -> int:
-        """Steps after which the pattern of syncs repeats, once the method applies."""
+        """The number of steps after which the syncs repeat, from `start` on."""
         ...
 
     @property
     def fragments(self) -> int:
-        """How many parts the model is cut into, which talk at different steps."""
+        """The number of fragments of the model that synchronise at different steps."""
         ...
 
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
-        """Tell what is averaged at `step`, from `start` on; nothing is a step of silence."""
+        """Return what is averaged at `step`; an empty tuple for a local step."""
         ...
 
 
@@ -94,10 +94,8 @@ class Every:
         check_steps("Every", start=self.start, period=self.period)
 
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
-        """Tell what is averaged at `step`."""
-        if step < self.start or self.period == 1:
-            return GRADIENTS
-        return WEIGHTS if (step - self.start + 1) % self.period == 0 else SILENCE
+        """Return what is averaged at `step`."""
+        return GRADIENTS if self.period == 1 else _weights_every(self.period, self.start, step)
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,17 +118,15 @@ class PostLocal:
         check_steps("PostLocal", start=self.start, period=self.period)
 
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
-        """Tell what is averaged at `step`."""
-        if step < self.start:
-            return GRADIENTS
-        return WEIGHTS if (step - self.start + 1) % self.period == 0 else SILENCE
+        """Return what is averaged at `step`."""
+        return _weights_every(self.period, self.start, step)
 
 
 @dataclass(frozen=True, repr=False)
 class Nested:
     """Weights in groups of growing size with growing periods: `Nested({period: workers in a group})`.
 
-    At each step the largest period that divides it wins. The last groups are the whole world.
+    At each step the largest period that divides it applies. The last groups contain all workers.
     Hierarchical SGD, Wang et al. 2020, arXiv:2010.12998.
 
     >>> schedule = Nested({2: 2, 4: 8})
@@ -148,13 +144,13 @@ class Nested:
         given: object = self.groups
         if not isinstance(given, Mapping) or not given:
             raise ValueError(
-                f"Nested({given!r}): say for each period how many workers a group has, as in Nested({{4: 8, 16: 32}})."
+                f"Nested({given!r}): groups must map periods to numbers of workers, as in Nested({{4: 8, 16: 32}})."
             )
         object.__setattr__(self, "groups", dict(self.groups))
         for period, size in self.groups.items():
             check_steps("Nested", start=self.start, period=period)
             if not is_whole(size):
-                raise ValueError(f"Nested({self.groups!r}): groups of {size!r}: a group has at least 1 worker.")
+                raise ValueError(f"Nested({self.groups!r}): groups of {size!r}: a group must have at least 1 worker.")
         _check_growth(self.groups)
 
     @property
@@ -163,22 +159,22 @@ class Nested:
         return max(self.groups)
 
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
-        """Tell which groups average their weights at `step`."""
+        """Return the groups that average their weights at `step`."""
         if step < self.start:
             return GRADIENTS
         done = step - self.start + 1
         for period, size in reversed(list(self.groups.items())):
             if done % period == 0:
                 return (Sync(Payload.WEIGHTS, level=size),)
-        return SILENCE
+        return NO_SYNC
 
 
 @dataclass(frozen=True, repr=False)
 class Quadratic:
-    """Weights after a period that grows as the learning rate falls: (growth / lr)², and never below `floor`.
+    """Weights after a period that grows as the learning rate falls: (growth / lr)², but at least `floor`.
 
-    The quadratic synchronisation rule, Gu et al. 2023, arXiv:2310.14423. The rate is read from the optimizer at the
-    first step after each round, and must be the same on all workers.
+    The quadratic synchronisation rule, Gu et al. 2023, arXiv:2310.14423. The learning rate is read from the optimizer
+    at the first step after each round and must be the same on all workers.
 
     >>> schedule = Quadratic(growth=0.02, floor=4)
     >>> [schedule.period_at(lr) for lr in (0.1, 0.01, 0.004)]
@@ -193,7 +189,7 @@ class Quadratic:
     __repr__ = as_code
 
     def __post_init__(self) -> None:
-        check_steps("Quadratic", start=self.start, period=self.floor, period_word="floor")
+        check_steps("Quadratic", start=self.start, period=self.floor, period_name="floor")
         if not is_number(self.growth) or self.growth <= 0:
             raise ValueError(
                 f"Quadratic(growth={self.growth!r}): growth must be a number above 0. The period is (growth / lr)**2, "
@@ -206,25 +202,23 @@ class Quadratic:
         return self.floor
 
     def period_at(self, lr: float) -> int:
-        """Tell how many steps a round takes at this learning rate."""
+        """Return the number of steps of a round at this learning rate."""
         grown = (self.growth / lr) ** 2 if lr > 0 else inf
-        return max(self.floor, int(min(grown + 1e-9, 2**31)))  # the rule rounds down; 5² is 25, whatever a float says
+        return max(self.floor, int(min(grown + 1e-9, 2**31)))  # the rule rounds down; 1e-9 absorbs float error
 
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
-        """Tell whether weights are averaged at `step`, as `clock` has it."""
-        if step < self.start:
-            return GRADIENTS
-        if clock is None:
-            return WEIGHTS if (step - self.start + 1) % self.floor == 0 else SILENCE
-        return WEIGHTS if step - max(clock.since, self.start - 1) >= self.period_at(clock.lr) else SILENCE
+        """Return what is averaged at `step`; the period depends on `clock`."""
+        if step < self.start or clock is None:
+            return _weights_every(self.floor, self.start, step)
+        return WEIGHTS if step - max(clock.since, self.start - 1) >= self.period_at(clock.lr) else NO_SYNC
 
 
 @dataclass(frozen=True, repr=False)
 class Streaming:
-    """The model in fragments, each of which talks every `period` steps, at steps of its own.
+    """Fragments of the model, each of which synchronises every `period` steps, at different steps.
 
-    What a fragment hears takes effect `delay` steps later, so that training goes on meanwhile. By then the worker's own
-    weights have moved: it keeps the share `mix` of them (of their distance, for a delay of 0, nothing).
+    The mean of a fragment takes effect `delay` steps after it was sent, so that training overlaps with communication.
+    By then the worker's own weights have changed: they enter the result with weight `mix` (with delay=0 they do not).
     Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512.
 
     >>> {step: sync.part for step in range(1, 9) for sync in Streaming(period=4, fragments=2).syncs_at(step)}
@@ -243,35 +237,41 @@ class Streaming:
         check_steps("Streaming", start=self.start, period=self.period)
         if not is_whole(self.fragments) or self.fragments > self.period:
             raise ValueError(
-                f"Streaming(period={self.period}, fragments={self.fragments!r}): there must be from 1 fragment to one "
-                f"for each of the {self.period} steps of a period."
+                f"Streaming(period={self.period}, fragments={self.fragments!r}): fragments must be a whole number from "
+                f"1 to {self.period}, one for each step of a period."
             )
         if not is_whole(self.delay, 0) or self.delay >= self.period:
             raise ValueError(
-                f"Streaming(period={self.period}, delay={self.delay!r}): a fragment must be heard before it talks "
-                f"again, so delay is a whole number from 0 to {self.period - 1}."
+                f"Streaming(period={self.period}, delay={self.delay!r}): a fragment must take effect before it is "
+                f"sent again, so delay must be a whole number from 0 to {self.period - 1}."
             )
         if not is_number(self.mix) or not 0 <= self.mix < 1:
             raise ValueError(
-                f"Streaming(mix={self.mix!r}): the share of its own that a worker keeps is from 0 to below 1."
+                f"Streaming(mix={self.mix!r}): mix, the weight of the worker's own weights, must be from 0 to below 1."
             )
 
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
-        """Tell which fragments set out at `step`."""
+        """Return the fragment that is sent at `step`, if any."""
         if step < self.start:
             return GRADIENTS
         place = (step - self.start + 1) % self.period
-        part = -(-place * self.fragments // self.period)  # the first whose place is here or later
+        part = -(-place * self.fragments // self.period)  # the first fragment at this step or later
         due = part < self.fragments and part * self.period // self.fragments == place
-        return (Sync(Payload.WEIGHTS, part=part),) if due else SILENCE
+        return (Sync(Payload.WEIGHTS, part=part),) if due else NO_SYNC
 
 
-def check_steps(what: str, *, start: object, period: object, period_word: str = "period") -> None:
-    """Refuse a start or period that is not a whole number from 1 up."""
-    for word, value in (("start", start), (period_word, period)):
+def _weights_every(period: int, start: int, step: int) -> tuple[Sync, ...]:
+    if step < start:
+        return GRADIENTS
+    return WEIGHTS if (step - start + 1) % period == 0 else NO_SYNC
+
+
+def check_steps(what: str, *, start: object, period: object, period_name: str = "period") -> None:
+    """Raise a ValueError unless start and period are whole numbers of at least 1."""
+    for name, value in (("start", start), (period_name, period)):
         if not is_whole(value):
             raise ValueError(
-                f"{what}({word}={value!r}): {word} must be a whole number of at least 1, as steps count from 1."
+                f"{what}({name}={value!r}): {name} must be a whole number of at least 1, as steps count from 1."
             )
 
 
@@ -280,11 +280,10 @@ def _check_growth(groups: Mapping[int, int]) -> None:
     for (period, size), (next_period, next_size) in pairwise(levels):
         if next_period <= period:
             raise ValueError(
-                f"Nested({groups!r}): period {next_period} stands after {period}. Periods must grow from level to "
-                "level."
+                f"Nested({groups!r}): period {next_period} follows {period}. Periods must increase from level to level."
             )
         if next_size <= size or next_size % size:
             raise ValueError(
-                f"Nested({groups!r}): groups of {next_size} stand after groups of {size}. Each size must be a "
-                "multiple of the one before it, so that groups nest."
+                f"Nested({groups!r}): groups of {next_size} follow groups of {size}. Each size must be a "
+                "multiple of the one before it, so that smaller groups fit into larger ones."
             )

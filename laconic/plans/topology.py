@@ -1,4 +1,4 @@
-"""With whom: which workers average gradients in steps that are otherwise local."""
+"""Topologies: which workers average gradients at local steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from laconic.values import as_code, is_whole
 
 @runtime_checkable
 class Topology(Protocol):
-    """Which workers, if not all, average gradients at steps that are otherwise local."""
+    """Which groups of workers average gradients at local steps."""
 
     @property
     def inner(self) -> Level:
@@ -21,21 +21,21 @@ class Topology(Protocol):
 
 @dataclass(frozen=True, repr=False)
 class World:
-    """All workers are alike: a local step is each worker's own."""
+    """No groups: at a local step, workers do not communicate."""
 
     __repr__ = as_code
 
     @property
     def inner(self) -> Level:
-        """No level."""
+        """None."""
         return None
 
 
 @dataclass(frozen=True, repr=False)
 class Groups:
-    """Groups of `size` workers, or those of one "machine", average gradients exactly at every local step.
+    """Groups of `size` workers, or the workers of one "machine", average gradients exactly at every local step.
 
-    So a group acts as one worker of the plan: DiLoCo between sites, DDP inside each.
+    A group then acts as one worker of the plan: for example DiLoCo between sites and DDP inside each.
     """
 
     size: int | Literal["machine"]
@@ -45,8 +45,8 @@ class Groups:
     def __post_init__(self) -> None:
         if not is_whole(self.size, 2) and self.size != "machine":
             raise ValueError(
-                f"Groups(size={self.size!r}): a group is a whole number of at least 2 workers, or "
-                '"machine" for those of one machine.'
+                f"Groups(size={self.size!r}): size must be a whole number of at least 2 workers, or "
+                '"machine" for the workers of one machine.'
             )
 
     @property

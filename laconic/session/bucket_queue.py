@@ -22,7 +22,7 @@ from laconic.comm.requests import Exchange
 from laconic.comm.running import new_future
 
 if TYPE_CHECKING:
-    from torch.distributed import GradBucket
+    from torch._C._distributed_c10d import GradBucket
 
 Average = Callable[[dict[str, Tensor]], Exchange]
 """Averages a bucket, and writes the means over it."""

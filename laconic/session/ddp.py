@@ -24,7 +24,7 @@ from laconic.session.gradients import GradientAverager
 from laconic.session.stop import StepHeaders
 
 if TYPE_CHECKING:
-    from torch.distributed import GradBucket
+    from torch._C._distributed_c10d import GradBucket
 
 TakesBucket: TypeAlias = "Callable[[GradBucket], Future[Tensor]]"
 
@@ -86,7 +86,7 @@ class DDPPath:
 
     def __init__(self, ddp: DistributedDataParallel, averager: GradientAverager, headers: StepHeaders) -> None:
         self._averager = averager
-        self._ddp = ddp
+        self._ddp = weakref.ref(ddp)  # as in `_Hook`
         self._step_headers = headers
         self._hook: _Hook | None = None
         self._views = BucketViews(averager.model_state.name_of)
@@ -99,7 +99,9 @@ class DDPPath:
 
     def install(self) -> None:
         """Take DDP's buckets from now on. Refuses a model that has another hook."""
-        self._hook = _hook_of(self._ddp)
+        ddp = self._ddp()
+        assert ddp is not None
+        self._hook = _hook_of(ddp)
         self._hook.take = self._take
 
     def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:

@@ -49,12 +49,13 @@ def observers_from_env() -> list[StepObserver]:
 def _make(text: str) -> StepObserver | None:
     module, _, function = text.partition(":")
     try:
-        observer = getattr(importlib.import_module(module), function)()
+        factory = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{VARIABLE}={text!r}: {error}. Write module:function, separated by commas; the function takes no "
             "argument and returns a laconic.StepObserver, or None."
         ) from error
+    observer = factory()
     if observer is not None and not isinstance(observer, StepObserver):
         raise ValueError(f"{VARIABLE}={text!r}: it returned {observer!r}, which is no laconic.StepObserver, nor None.")
     return observer

@@ -10,7 +10,7 @@ right after the optimizer's step. In other steps nothing is sent at all, DDP's o
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -70,7 +70,7 @@ class Session:
         return self._steps.levels.world.group
 
     @property
-    def parameters(self) -> dict[str, Tensor]:
+    def parameters(self) -> Mapping[str, Tensor]:
         """The trained parameters by name, as the model and the optimizers know them."""
         return self._averager.model_state.originals
 
@@ -152,7 +152,8 @@ class Session:
         Call it after each step, or each few, on every worker. `tokens` are how many the step used on this worker.
         Without observers it does nothing and returns False.
         """
-        return any([observer.report(self, loss, tokens) for observer in self._observers])
+        stops = [observer.report(self, loss, tokens) for observer in self._observers]  # every one gets it
+        return any(stops)
 
     def stop_on(self, *signals: signal.Signals, every_s: float = 0.5) -> None:
         """Stop on these signals, by default SIGTERM. Every worker calls it, before the first step.

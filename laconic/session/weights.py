@@ -275,8 +275,7 @@ class WeightSync:
         """Load what `state_dict` returned."""
         self.anchor = None
         if saved["anchor"] is not None:
-            self.set_anchor()
-            assert self.anchor is not None
+            self.anchor = {name: self._anchored(p) for name, p in self.model_state.params.items()}
             write(self.anchor, saved["anchor"])
         self._in_flight = [
             _Fragment(each["part"], each["due"], [copied(mean, self.model_state.devices) for mean in each["means"]])

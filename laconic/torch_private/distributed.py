@@ -6,7 +6,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store
+from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup
 
 
 def ordered_by_stream(group: ProcessGroup, device: torch.device | None = None) -> bool:
@@ -40,7 +41,8 @@ def second_group(group: ProcessGroup) -> ProcessGroup:
 
 def default_store() -> Store:
     """Return the store through which the workers of the default group found each other."""
-    return dist.distributed_c10d._get_default_store()
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
 
 
 def _default_device(group: ProcessGroup) -> torch.device:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from laconic import checkpoint
-from laconic.checkpoint.manifest import MAX_JSON_BYTES
+from laconic.checkpoint.files import MAX_JSON_BYTES
 from tests.checkpoint.hostile import FILE, refused, reseal, seal
 
 

@@ -1,4 +1,4 @@
-"""How tests run the command: in this process for mistakes, which is quick, or as a user does."""
+"""Fixtures that run the command: in this process, which is quick, or as a user does."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32"]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended, and what it said."""
+    """The exit code of a command, and its output."""
 
     code: int
     out: str
@@ -28,27 +28,27 @@ Run = Callable[..., Ended]
 
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch, tmp_path_factory) -> None:
-    """What a stopped comparison remembers stays within the test."""
+    """Keep the cache of unfinished comparisons within the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture
 def here(monkeypatch, capsys) -> Run:
-    """Runs `laconic` with these arguments in this process."""
+    """Run `laconic` with these arguments in this process."""
 
     def run(*arguments: str) -> Ended:
         monkeypatch.setattr(sys, "argv", ["laconic", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-        said = capsys.readouterr()
-        return Ended(int(ended.value.code or 0), said.out, said.err)
+        output = capsys.readouterr()
+        return Ended(int(ended.value.code or 0), output.out, output.err)
 
     return run
 
 
 @pytest.fixture
 def outside() -> Run:
-    """Runs `python` with these arguments, from the root of the repository."""
+    """Run `python` with these arguments, from the root of the repository."""
 
     def run(*arguments: str) -> Ended:
         done = subprocess.run(
@@ -61,5 +61,5 @@ def outside() -> Run:
 
 @pytest.fixture
 def tiny() -> list[str]:
-    """Options of a model that trains in a moment."""
+    """Options of a very small model."""
     return TINY

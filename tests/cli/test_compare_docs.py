@@ -1,4 +1,4 @@
-"""docs/compare.md: its commands are understood, its names exist, its pictures are there."""
+"""docs/compare.md: its commands parse, its names exist, its images exist."""
 
 import re
 import shlex
@@ -7,10 +7,9 @@ from dataclasses import fields
 
 import pytest
 
-from laconic.cli.running import Surroundings
-from laconic.compare.lab.training import Outcome
-from laconic.compare.script import Script
-from laconic.compare.unfinished import Run
+from laconic.cli.running import CommandOptions
+from laconic.compare.records import Outcome
+from laconic.compare.settings import Run, Script
 from tests.cli.conftest import ROOT
 
 TEXT = (ROOT / "docs" / "compare.md").read_text()
@@ -19,23 +18,23 @@ OPTIONS = sorted(set(re.findall(r"`(--[a-z-]+)[ `]", TEXT)))
 
 
 @pytest.fixture
-def understood(monkeypatch) -> list[tuple[Sequence[Run], Surroundings]]:
-    """What `compare` would have run."""
-    calls: list[tuple[Sequence[Run], Surroundings]] = []
-    monkeypatch.setattr("laconic.cli.compare.run_all", lambda runs, around, labels: calls.append((runs, around)))
+def parsed(monkeypatch) -> list[tuple[Sequence[Run], CommandOptions]]:
+    """The runs and options that `compare` would start."""
+    calls: list[tuple[Sequence[Run], CommandOptions]] = []
+    monkeypatch.setattr("laconic.cli.compare.run_all", lambda runs, options, labels: calls.append((runs, options)))
     return calls
 
 
-def test_its_commands_are_understood(here, understood, tmp_path, monkeypatch):
+def test_its_commands_parse(here, parsed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     assert len(BLOCKS) == 2
     for block in BLOCKS:
         ended = here(*shlex.split(block.replace("\\\n", " "))[1:])
         assert (ended.code, ended.err) == (0, "")
-    (three, around), (own, _) = understood
+    (three, options), (own, _) = parsed
     assert [run.plan for run in three] == ["ddp()", "power_sgd(rank=4)", "post_local_sgd(period=16)"]
-    assert (three[0].workers, three[0].goal.loss, str(around.link)) == (4, 2.6, "10mbit")
+    assert (three[0].workers, three[0].goal.loss, str(options.link)) == (4, 2.6, "10mbit")
     assert isinstance(own[0], Script)
     assert own[0].arguments == ("--your", "--arguments")
 
@@ -67,8 +66,8 @@ def test_its_three_lines_are_those_of_the_example():
     assert "if session.report(loss=loss" in example
 
 
-def test_its_pictures_are_there_and_small():
-    pictures = re.findall(r"\((images/[^)]+)\)", TEXT)
-    assert len(pictures) == 4
-    for picture in pictures:
-        assert 10_000 < (ROOT / "docs" / picture).stat().st_size < 200_000
+def test_its_images_exist_and_are_small():
+    images = re.findall(r"\((images/[^)]+)\)", TEXT)
+    assert len(images) == 4
+    for image in images:
+        assert 10_000 < (ROOT / "docs" / image).stat().st_size < 200_000

@@ -1,4 +1,4 @@
-"""`laconic compare` over a link, with a script, stopped and gone on with: as a user runs it."""
+"""`laconic compare` as a user runs it: over a link, with a script, stopped and continued."""
 
 import json
 import os
@@ -44,21 +44,22 @@ def read_until(process: "subprocess.Popen[str]", start: str) -> None:
 
 @pytest.fixture
 def short_tmp(monkeypatch) -> Iterator[str]:
-    """A temporary folder for one command, with a name as short as they are."""
+    """A temporary folder for one command, with a short name, as socket paths are limited."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         monkeypatch.setenv("TMPDIR", name)
         yield name
 
 
 def ours_in(folder: str) -> list[str]:
-    """All that is there but torch's cache, and what Python's multiprocessing leaves if it is killed."""
-    return [name for name in os.listdir(folder) if not name.startswith(("torchinductor", "pymp-"))]
+    """The content of a folder without torch's cache."""
+    return [name for name in os.listdir(folder) if not name.startswith("torchinductor")]
 
 
+@pytest.mark.slow
 class TestAsRoot:
     pytestmark = needs_root
 
-    def test_the_bytes_are_the_interfaces(self, outside, tmp_path):
+    def test_the_bytes_are_those_of_the_interfaces(self, outside, tmp_path):
         path, page = tmp_path / "out.json", tmp_path / "out.html"
         plans = ["--plan", "ddp()", "--plan", "power_sgd(rank=4)", "--plan", "post_local_sgd(period=2)"]
         given = ["--link", "2 @ 1gbit, 2 @ 50mbit", "--steps", "8", *plans, "--json", str(path), "--report", str(page)]
@@ -72,12 +73,12 @@ class TestAsRoot:
             assert [point["step"] for point in row["curve"]] == list(range(1, 9))  # type: ignore[attr-defined]
             assert 0 <= row["waiting_seconds"] <= row["talking_seconds"] <= row["seconds"]  # type: ignore[operator]
         ddp, low_rank, _ = rows_of(path)
-        # 8 steps, of which each puts 1.5 times the model on a link of 50 Mbit/s
+        # 8 steps, each of which sends 1.5 times the model over a link of 50 Mbit/s
         assert ddp["seconds"] > 0.9 * 8 * 1.5 * 4 * ddp["parameters"] * 8 / 50e6  # type: ignore[operator]
         assert low_rank["seconds"] < ddp["seconds"]  # type: ignore[operator]
         assert "a real link of 2 @ 1gbit, 2 @ 50mbit" in page.read_text()
 
-    def test_killed_half_way_and_gone_on_with(self, tmp_path, short_tmp):
+    def test_killed_and_continued(self, tmp_path, short_tmp):
         path = tmp_path / "out.json"
         plans = ["--plan", "post_local_sgd(period=2)", "--plan", "ddp()"]
         given = ["--link", "10mbit", "--hosts", "2", "--steps", "12", *SMALL, *plans, "--json", str(path)]
@@ -89,7 +90,7 @@ class TestAsRoot:
             process.send_signal(signal.SIGKILL)
         assert eventually(lambda: not running(family))
         assert not namespaces_alive(held)
-        assert ours_in(short_tmp)  # its folder: the next start removes it
+        assert ours_in(short_tmp)  # its run folder, which the next run removes
 
         with comparing(*given) as process:
             out, err = process.communicate(timeout=120)
@@ -114,7 +115,8 @@ class TestAsRoot:
         assert ours_in(short_tmp) == []
 
 
-def test_where_no_link_can_be_made_its_time_is_computed_and_called_so(outside, tiny, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_where_no_link_can_be_made_its_time_is_computed(outside, tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # no ip, no tc
     path, page = tmp_path / "out.json", tmp_path / "out.html"
     given = ["--link", "1mbit", "--hosts", "2", "--plan", "ddp()", "--json", str(path), "--report", str(page)]
@@ -127,13 +129,14 @@ def test_where_no_link_can_be_made_its_time_is_computed_and_called_so(outside, t
     assert "(computed)" in ended.out
     [row] = rows_of(path)
     assert (row["clock"], row["link"], row["interface_bytes"]) == ("computed", "1mbit", None)
-    # a second step of this model takes the link 2/3 of a second, so four steps are enough
+    # each step of this model takes 2/3 of a second on the link, so the first check ends the run
     assert (row["ended"], row["steps"]) == ("seconds", 4)
     assert row["seconds"] > 4 * row["sent_bytes"] / 4 * 8 / 1e6  # type: ignore[operator]
     assert "<strong>Computed:</strong>" in page.read_text()
 
 
-def test_the_readmes_script_until_a_loss(outside, tmp_path):
+@pytest.mark.slow
+def test_the_example_script_until_a_loss(outside, tmp_path):
     path = tmp_path / "out.json"
     plans = ["--plan", "ddp()", "--plan", "power_sgd(rank=2)"]
     given = ["--script", "examples/own_script.py", "--workers", "2", "--until-loss", "0.03", "--json", str(path)]
@@ -151,9 +154,9 @@ def test_the_readmes_script_until_a_loss(outside, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--hosts", "4"], "--hosts 4: hosts are joined by a link. Add one, such as --link 100mbit."),
-        (["--link", "fast"], "--link 'fast': 'fast' is no rate."),
-        (["--link", "1gbit", "--hosts", "2", "--workers", "3"], "there is one worker a host. Leave out --workers."),
+        (["--hosts", "4"], "--hosts 4: hosts are connected by a link. Add one, such as --link 100mbit."),
+        (["--link", "fast"], "--link 'fast': 'fast' is not a rate."),
+        (["--link", "1gbit", "--hosts", "2", "--workers", "3"], "there is one worker per host. Leave out --workers."),
         (["--link", "1gbit", "--hosts", "0"], "--hosts 0: there must be at least 1."),
         (
             ["--link", "2 @ 1gbit, 2 @ 1mbit", "--hosts", "8"],

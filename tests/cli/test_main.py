@@ -1,4 +1,4 @@
-"""Mistakes: one clear paragraph on stderr, exit code 2, no traceback, nothing started."""
+"""Mistakes: one paragraph on stderr, exit code 2, no traceback, no worker started."""
 
 import socket
 
@@ -52,7 +52,7 @@ def test_torchrun_decides_the_number_of_workers(here, monkeypatch):
     assert ended.code == 2
     assert "--workers 2: torchrun has already started 3. Leave out --workers" in ended.err
     monkeypatch.setenv("RANK", "1")
-    assert here("train", "--workers", "2").err == ""  # worker 0 has said it
+    assert here("train", "--workers", "2").err == ""  # worker 0 prints it
 
 
 def test_version(here):

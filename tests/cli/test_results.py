@@ -1,4 +1,4 @@
-"""The closing table and the JSON."""
+"""The closing table and the JSON file."""
 
 import io
 import json
@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from laconic.cli.results import check_writable, closing_table, write_json
-from laconic.compare.lab.training import Outcome
+from laconic.compare.records import Outcome
 from laconic.compare.settings import LabError
 from laconic.compare.units import human_bytes, times_fewer
 
@@ -48,7 +48,7 @@ def test_a_long_plan_is_folded_and_not_cut():
     assert "LowRank(rank=4)" in shown([replace(DDP, plan=plan)], width=80).replace("\n", "").replace(" ", "")
 
 
-def test_a_plan_with_brackets_is_not_taken_for_markup():
+def test_brackets_in_a_plan_are_not_markup():
     assert "f[bold]" in shown([replace(DDP, plan="f[bold]")], width=80)
 
 
@@ -69,7 +69,7 @@ def test_json_replaces_an_old_file_and_has_no_nan(tmp_path):
     assert row["plan"] == "ddp()"
 
 
-def test_trying_a_path_leaves_nothing_and_touches_nothing(tmp_path):
+def test_checking_a_path_changes_nothing(tmp_path):
     path = tmp_path / "out.json"
     path.write_text("old")
     check_writable(path)

@@ -13,7 +13,9 @@ def test_it_serves_until_it_is_stopped():
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as host:
         try:
             assert host.stdout is not None
-            said = re.fullmatch(r"the store of elastic runs listens on port (\d+) of this machine.*\n", host.stdout.readline())
+            said = re.fullmatch(
+                r"the store of elastic runs listens on port (\d+) of this machine.*\n", host.stdout.readline()
+            )
             assert said is not None
             store = TCPStore("127.0.0.1", int(said[1]), is_master=False)
             store.set("key", "value")

@@ -1,6 +1,8 @@
-"""`laconic train` under torchrun: workers that somebody else has started."""
+"""`laconic train`: under torchrun, and on the user's own text."""
 
 import json
+
+import pytest
 
 
 def test_train_under_torchrun(outside, tiny, tmp_path):
@@ -16,6 +18,7 @@ def test_train_under_torchrun(outside, tiny, tmp_path):
     assert (row["workers"], row["steps"]) == (2, 4)
 
 
+@pytest.mark.slow
 def test_train_on_own_text_shows_each_worker(outside, tiny, tmp_path):
     text = tmp_path / "book.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)

@@ -1,17 +1,15 @@
-"""What is seen: plain lines, not too many, or a table with a row for each."""
+"""The display: a limited number of plain lines, or a table."""
 
 import io
 import sys
 from dataclasses import replace
 
-import pytest
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from laconic.cli.cells import plain_line, sparkline
-from laconic.cli.view import LiveView, PlainView, Row, SilentView, make_view
-from laconic.compare.reporting import Progress
+from laconic.cli.view import LiveView, PlainView, Row, View, make_view, plain_line, sparkline
+from laconic.compare.progress import Progress
 
 LABELS = {Row(0, 0): "ddp()", Row(1, 0): "power_sgd(rank=4)"}
 NOW = Progress(worker=0, step=1, steps=200, loss=2.0, tokens_per_s=1234.0, sent_bytes=5000, seconds=1.0)
@@ -22,7 +20,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_view_fits_where_stdout_goes(monkeypatch):
+def test_the_view_depends_on_stdout(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Terminal())
     assert isinstance(make_view(LABELS, plain=False), LiveView)
     assert isinstance(make_view(LABELS, plain=True), PlainView)
@@ -30,7 +28,7 @@ def test_the_view_fits_where_stdout_goes(monkeypatch):
     assert isinstance(make_view(LABELS, plain=False), PlainView)
 
 
-def test_plain_lines_are_some_ten_for_a_run_and_include_the_last(capsys):
+def test_a_run_has_about_ten_plain_lines_with_the_last(capsys):
     view = PlainView(LABELS)
     for step in range(1, 201):
         view.progress(Row(0, 0), replace(NOW, step=step, ended="steps" if step == 200 else ""))
@@ -43,7 +41,7 @@ def test_plain_lines_are_some_ten_for_a_run_and_include_the_last(capsys):
     assert lines[-1].startswith("power_sgd(rank=4) step=1/200")
 
 
-def test_a_reader_that_has_left_does_not_stop_the_run(monkeypatch):
+def test_a_broken_pipe_does_not_stop_the_run(monkeypatch):
     view = PlainView(LABELS)
     monkeypatch.setattr(Console, "print", _broken)
     view.progress(Row(0, 0), NOW)
@@ -53,24 +51,24 @@ def _broken(*arguments: object, markup: bool, soft_wrap: bool) -> None:
     raise BrokenPipeError
 
 
-def test_the_live_table_fits_eighty_columns_and_shows_who_waits(monkeypatch):
+def test_the_live_table_fits_eighty_columns_and_shows_runs_that_wait(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     view = LiveView(LABELS)
-    view.start()
-    for step in range(1, 101):
-        view.progress(Row(0, 0), replace(NOW, step=step, loss=5 - step / 50, talking_s=0.25, wire_bytes=1_500_000))
-    view.progress(Row(0, 3), NOW)
-    view.close()
+    now = replace(NOW, communication_s=0.25, wire_bytes=1_500_000)
+    with view.running():
+        for step in range(1, 101):
+            view.progress(Row(0, 0), replace(now, step=step, loss=5 - step / 50))
+        view.progress(Row(0, 3), NOW)
     text = screen.getvalue()
     for words in ("ddp()", "▇▆▅▄", "100/200", "3.000", "1,234", "25%", "5 kB", "1.50", "1s", "power_sgd(rank=4)"):
         assert words in text
     assert max(map(cell_len, Text.from_ansi(text).plain.splitlines())) <= 80
 
 
-def test_words_for_a_run_of_unknown_length():
+def test_a_run_of_unknown_length():
     assert plain_line("x", replace(NOW, steps=0)).endswith(
         "step=1 loss=2.000 tokens/s=1,234 talking=0% sent=5 kB MB/s=0.00 left=-"
     )
@@ -78,16 +76,16 @@ def test_words_for_a_run_of_unknown_length():
     assert plain_line("x", replace(NOW, ended="loss")).endswith("left=done")
 
 
-def test_a_sparkline_needs_numbers():
+def test_a_sparkline_skips_nonfinite_values():
     assert sparkline([], width=8) == ""
     assert sparkline([float("nan"), float("inf")], width=8) == ""
     assert sparkline([1.0] * 100, width=8) == "▁" * 8
     assert sparkline([float("nan"), 2.0, 1.0], width=8) == "█▁"
 
 
-@pytest.mark.parametrize("call", ["start", "close"])
-def test_silence(call, capsys):
-    getattr(SilentView(), call)()
-    SilentView().progress(Row(0, 0), NOW)
-    SilentView().say("something")
+def test_the_base_view_shows_nothing(capsys):
+    view = View()
+    with view.running():
+        view.progress(Row(0, 0), NOW)
+        view.say("something")
     assert capsys.readouterr().out == ""

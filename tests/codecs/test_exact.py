@@ -1,4 +1,4 @@
-"""Exact and Cast: every number arrives, in its own bits or in half of them."""
+"""Exact and Cast: every number is sent, in its own dtype or in half the bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from laconic.codecs import Cast, ErrorFeedback, Exact
-from laconic.comm import Averaged, Mean, lockstep
+from laconic.comm.lockstep import lockstep
+from laconic.comm.requests import Averaged, Mean
 from laconic.ledger import Ledger
 
 
@@ -21,7 +22,7 @@ def test_half_the_bits_are_half_the_bytes() -> None:
 
 
 @pytest.mark.parametrize(("to", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_mean_is_rounded_once_on_the_way_and_once_at_the_end(to: Any, dtype: torch.dtype) -> None:
+def test_inputs_are_rounded_before_the_mean_and_the_mean_once_more(to: Any, dtype: torch.dtype) -> None:
     given = [{"x": torch.tensor([1.0, 1 / 3, 3.1])}, {"x": torch.tensor([2.0, 1 / 7, -9.9])}]
     codec = Cast(to)
     assert codec.dtype == dtype
@@ -31,17 +32,17 @@ def test_the_mean_is_rounded_once_on_the_way_and_once_at_the_end(to: Any, dtype:
     assert torch.equal(means[1], rounded)
 
 
-def test_what_fp16_cannot_hold_is_reported_and_not_owed() -> None:
+def test_fp16_overflow_is_reported_and_stays_out_of_the_residual() -> None:
     codec, state = ErrorFeedback(Cast("fp16")), dict[str, Any]()
     lockstep([codec.average({"x": torch.tensor([1 / 3])}, state)])
-    owed = state["residual"]["x"].clone()
+    residual = state["residual"]["x"].clone()
     (end,) = lockstep([codec.average({"x": torch.tensor([1e6])}, state)])
     assert not bool(end.finite())
-    assert torch.equal(state["residual"]["x"], owed)
+    assert torch.equal(state["residual"]["x"], residual)
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_exact_asks_once_for_a_mean_as_wide_as_told(wide: bool) -> None:
+def test_exact_requests_one_mean_with_the_given_wide(wide: bool) -> None:
     exchange = Exact(wide=wide).average({"x": torch.ones(2)}, {})
     request = next(exchange)
     assert isinstance(request, Mean)
@@ -65,14 +66,14 @@ def test_equal_replicas_stay_bit_equal_when_summed_wide(workers: int, dtype: tor
     assert torch.equal(ends[0].mean["x"], x)
 
 
-def test_the_own_part_is_gone_where_the_input_was_given_away() -> None:
+def test_own_raises_if_the_input_was_overwritten() -> None:
     (end,) = lockstep([Exact().average({"x": torch.ones(2)}, {}, reuse=True)])
-    with pytest.raises(RuntimeError, match=r"Exact: the own part was overwritten by the mean. Ask with reuse=False"):
+    with pytest.raises(RuntimeError, match=r"Exact: the own part was overwritten by the mean. Pass reuse=False"):
         end.own()
 
 
 @pytest.mark.parametrize("codec", [Exact(), Cast("bf16")], ids=repr)
-def test_nothing_asks_for_nothing(codec: Exact | Cast) -> None:
+def test_empty_input_needs_no_collective(codec: Exact | Cast) -> None:
     for given in ({}, {"none": torch.empty(0, 3)}):
         ledger = Ledger()
         (end,) = lockstep([codec.average(given, {})], ledger)
@@ -88,13 +89,13 @@ def test_large_but_finite_numbers_are_finite() -> None:
 
 
 @pytest.mark.parametrize("to", ["int8", "float32", "", None, 16, ["bf16"]])
-def test_cast_names_its_types(to: Any) -> None:
+def test_cast_refuses_other_dtypes(to: Any) -> None:
     with pytest.raises(ValueError) as error:
         Cast(to)
     assert str(error.value) == f'Cast({to!r}): the type must be "bf16" or "fp16". To send all bits, use Exact().'
 
 
 @pytest.mark.parametrize("wide", ["yes", 3, None])
-def test_exact_is_wide_or_not(wide: Any) -> None:
+def test_wide_must_be_a_bool(wide: Any) -> None:
     with pytest.raises(ValueError, match=r"Exact\(wide=.*must"):
         Exact(wide=wide)

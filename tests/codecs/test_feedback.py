@@ -1,4 +1,4 @@
-"""ErrorFeedback and ByShape: how wrappers are put together, and what they refuse."""
+"""ErrorFeedback and ByShape: how wrappers compose, and what they refuse."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
-from laconic.comm import Mean, lockstep
+from laconic.comm.lockstep import lockstep
+from laconic.comm.requests import Mean
 from laconic.ledger import Ledger
 from tests.laws.world import World, residuals, tensors
 
 
-def test_what_a_round_fails_to_deliver_comes_with_the_next() -> None:
+def test_the_next_round_sends_the_residual() -> None:
     codec, state = ErrorFeedback(Cast("bf16")), dict[str, Any]()
     fine = torch.tensor([1.0 + 2**-10])  # 2**-10 is lost in bf16
     means = [float(lockstep([codec.average({"x": fine}, state)])[0].mean["x"]) for _ in range(8)]
@@ -22,7 +23,7 @@ def test_what_a_round_fails_to_deliver_comes_with_the_next() -> None:
     assert sum(means) + float(state["residual"]["x"]) == 8 * float(fine)
 
 
-def test_feedback_makes_a_biased_codec_right_in_the_long_run() -> None:
+def test_feedback_removes_the_bias_over_many_steps() -> None:
     given = tensors("long", names=["odd.weight"])
     truth, errors = given["odd.weight"], {}
     for codec in (LowRank(rank=1), ErrorFeedback(LowRank(rank=1))):
@@ -40,7 +41,7 @@ def test_residuals_are_fp32(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("subtract", ["sum", "", None, 1])
-def test_what_is_subtracted_is_own_or_mean(subtract: Any) -> None:
+def test_subtract_must_be_own_or_mean(subtract: Any) -> None:
     with pytest.raises(ValueError) as error:
         ErrorFeedback(Exact(), subtract=subtract)
     assert str(error.value) == (
@@ -49,7 +50,7 @@ def test_what_is_subtracted_is_own_or_mean(subtract: Any) -> None:
 
 
 @pytest.mark.parametrize("codec", [LowRank(1), ErrorFeedback(LowRank(2))], ids=repr)
-def test_the_rest_must_take_every_shape(codec: Codec) -> None:
+def test_rest_must_accept_every_shape(codec: Codec) -> None:
     with pytest.raises(ValueError) as error:
         ByShape(Exact(), rest=codec)
     assert str(error.value) == (
@@ -73,19 +74,19 @@ def test_only_codecs_can_be_wrapped(make: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("inner", [ErrorFeedback(Cast("bf16")), ByShape(ErrorFeedback(LowRank(1)))], ids=repr)
-def test_feedback_of_feedback_means_nothing(inner: Codec) -> None:
+def test_nested_feedback_is_refused(inner: Codec) -> None:
     with pytest.raises(ValueError, match="ErrorFeedback"):
         ErrorFeedback(inner)
 
 
-def test_both_parts_travel_in_the_same_rounds() -> None:
+def test_both_codecs_share_their_rounds() -> None:
     given = {"w": torch.ones(20, 30), "b": torch.ones(7)}
     ledger = Ledger()
     lockstep([ByShape(LowRank(rank=1)).average(given, {}) for _ in range(2)], ledger)
     assert [entry.payload_bytes for entry in ledger.entries] == [4 * (20 + 7), 4 * 30]
 
 
-def test_parts_of_different_dtype_travel_apart() -> None:
+def test_messages_of_different_dtype_are_not_joined() -> None:
     given = {"w": torch.ones(20, 30), "b": torch.ones(7)}
     exchange = ByShape(LowRank(rank=1), rest=Cast("bf16")).average(given, {})
     first = next(exchange)
@@ -94,7 +95,7 @@ def test_parts_of_different_dtype_travel_apart() -> None:
     assert (first.x.dtype, second.x.dtype) == (torch.float32, torch.bfloat16)
 
 
-def test_a_wide_sum_is_not_joined_with_another() -> None:
+def test_a_wide_mean_is_not_joined_with_another() -> None:
     given = {"w": torch.ones(20, 30), "b": torch.ones(7)}
     ledger = Ledger()
     lockstep([ByShape(LowRank(rank=1), rest=Exact(wide=True)).average(given, {}) for _ in range(2)], ledger)

@@ -1,4 +1,4 @@
-"""LowRank by the numbers of its paper, at full rank, and in what it refuses."""
+"""LowRank: the numbers of its paper, exactness at full rank, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 import laconic
 from laconic.codecs import ByShape, ErrorFeedback, LowRank
-from laconic.comm import lockstep
+from laconic.codecs.low_rank_state import Factors
+from laconic.comm.lockstep import lockstep
 from tests.laws.world import World, tensors, true_mean
 
 
@@ -36,16 +37,16 @@ RESNET18 = resnet18_cifar10()
 DENSE_BYTES = laconic.sent_bytes(laconic.ddp(), RESNET18)
 
 
-def test_the_paper_counts_these_parameters() -> None:
+def test_parameter_counts_equal_the_papers() -> None:
     assert DENSE_BYTES == 4 * 11_173_962
     vectors = {name: shape for name, shape in RESNET18.items() if len(shape) == 1}
     assert laconic.sent_bytes(laconic.ddp(), vectors) / 1024 == pytest.approx(38, abs=0.5)  # its "bias vectors (total)"
 
 
-@pytest.mark.parametrize(("rank", "times_less"), [(1, 243.3), (2, 135.8), (4, 72.1)])
-def test_the_papers_compression(rank: int, times_less: float) -> None:
+@pytest.mark.parametrize(("rank", "compression"), [(1, 243.3), (2, 135.8), (4, 72.1)])
+def test_compression_equals_the_papers(rank: int, compression: float) -> None:
     plan = laconic.plan(f"power_sgd(rank={rank}, rounds='two')")
-    assert round(DENSE_BYTES / laconic.sent_bytes(plan, RESNET18), 1) == times_less
+    assert round(DENSE_BYTES / laconic.sent_bytes(plan, RESNET18), 1) == compression
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
@@ -81,7 +82,7 @@ def test_at_full_rank_the_mean_is_exact(shape: tuple[int, ...], workers: int, fe
         (LowRank(1), (1000,), False),
         (LowRank(1), (0, 100), False),
         (LowRank(1), (100, 0), False),
-        (LowRank(1), (4, 4), False),  # 8 numbers for 16: just twice less
+        (LowRank(1), (4, 4), False),  # 8 numbers instead of 16: exactly 2 times smaller
         (LowRank(1), (5, 5), True),
         (LowRank(1, min_compression=3), (5, 5), False),
         (LowRank(2), (100, 100), True),
@@ -91,21 +92,23 @@ def test_at_full_rank_the_mean_is_exact(shape: tuple[int, ...], workers: int, fe
         (LowRank(2), (64, 3, 3, 3), True),
     ],
 )
-def test_what_would_not_shrink_enough_is_declined(codec: LowRank, shape: tuple[int, ...], accepted: bool) -> None:
+def test_matrices_that_would_not_shrink_enough_are_declined(
+    codec: LowRank, shape: tuple[int, ...], accepted: bool
+) -> None:
     assert codec.accepts(torch.Size(shape)) is accepted
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (0, 4)])
-def test_what_is_no_matrix_is_refused_by_name(shape: tuple[int, ...]) -> None:
+def test_tensors_that_are_not_matrices_are_refused_by_name(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError) as error:
         lockstep([LowRank(rank=2).average({"bias": torch.zeros(shape)}, {})])
     assert str(error.value) == (
-        f"LowRank(rank=2) was given 'bias' of shape {list(shape)}: it carries matrices. "
+        f"LowRank(rank=2) was given 'bias' of shape {list(shape)}: it accepts only matrices. "
         "Wrap it in ByShape(LowRank(rank=2)), which sends everything else exactly."
     )
 
 
-def test_nothing_to_send_asks_for_nothing() -> None:
+def test_empty_input_needs_no_collective() -> None:
     (end,) = lockstep([LowRank(rank=2).average({}, {})])
     assert end.mean == end.own() == {}
     assert bool(end.finite())
@@ -132,10 +135,10 @@ def test_arithmetic_is_fp32_for_half_precision() -> None:
     state: dict[str, Any] = {}
     lockstep([codec.average({"w": torch.full((64, 64), 300.0, dtype=torch.float16)}, state)])
     assert state["q"]["w"].dtype == torch.float32
-    assert state["q"]["w"].abs().max() > 2000  # 300 * 64 / sqrt(64), and squares of it would not fit into fp16
+    assert state["q"]["w"].abs().max() > 2000  # 300 * 64 / sqrt(64), whose squares overflow in fp16
 
 
-def test_one_overflowing_matrix_of_fp16_arrives() -> None:
+def test_fp16_matrices_near_overflow_are_exact() -> None:
     given = {"w": torch.full((64, 64), 60000.0, dtype=torch.float16)}
     (end,) = lockstep([LowRank(rank=1).average(given, {})])
     torch.testing.assert_close(end.mean["w"].float(), given["w"].float(), rtol=1e-3, atol=0)
@@ -187,9 +190,22 @@ def test_rows_and_columns_are_those_of_the_logical_shape() -> None:
         ),
     ],
 )
-def test_impossible_values(values: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LowRank(**values)
+
+
+def test_the_view_of_the_state_creates_keys_only_on_use() -> None:
+    state: dict[str, Any] = {}
+    factors = Factors(state)
+    assert (factors.turn("w"), factors.sends_q("w"), state) == (0, False, {})
+    factors.advance(["w"])
+    assert (factors.turn("w"), factors.sends_q("w"), factors.sends_q("other")) == (1, True, False)
+    assert (factors.in_step(["w"]), factors.in_step(["w", "other"])) == (True, False)
+    factors.p["w"], factors.q["w"] = torch.ones(3, 1), torch.ones(2, 1)
+    factors.cache("prepared")["key"] = "not saved"
+    assert list(state) == ["turn", "p", "q", "_prepared"]
+    assert Factors(state).cache("prepared") == {"key": "not saved"}
 
 
 def test_by_shape_routes_by_shape() -> None:

@@ -1,4 +1,4 @@
-"""Orthonormal columns, whatever the input: never NaN or Inf, QᵀQ = I, and the input's columns in their span."""
+"""Orthonormal columns for any finite input: QᵀQ = I, all finite, and the input's columns are in their span."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def assert_orthonormal(q: Tensor, x: Tensor) -> None:
-    """Check the three promises; spans are compared column by column, each by its own size."""
+    """Check all three properties; the span is checked for each column, relative to its norm."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     tolerance = 1e-12 if wide == torch.float64 else 1e-5
     assert q.shape == x.shape
@@ -36,7 +36,7 @@ def assert_orthonormal(q: Tensor, x: Tensor) -> None:
 
 @st.composite
 def thin_matrices(draw: st.DrawFn) -> Tensor:
-    """Matrices with rank <= rows: columns are random, zero, copies of others, all of any scale, in any dtype."""
+    """Draw matrices with rank <= rows: columns are random, zero or copies of others, of any scale and dtype."""
     rows = draw(st.integers(1, 40))
     rank = draw(st.integers(1, min(rows, 8)))
     dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
@@ -122,5 +122,5 @@ def test_one_batched_call_for_all_of_a_shape(monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(calls) == [(5, 6, 2), (5, 7, 2)]
 
 
-def test_none_at_all() -> None:
+def test_empty_input() -> None:
     assert orthonormal_all({}) == {}

@@ -1,4 +1,4 @@
-"""Many tensors as one, and back."""
+"""Many tensors as one flat tensor, and names in buckets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.fl
 
 
 def named(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32, start: int = 0) -> dict[str, Tensor]:
-    """Tensors that count up, so that no two elements are equal."""
+    """Return tensors of consecutive numbers, so that no two elements are equal."""
     made = {}
     for index, shape in enumerate(shapes):
         size = torch.Size(shape).numel()
@@ -46,7 +46,7 @@ def test_pack_is_the_inverse_of_unpack_without_a_copy(shapes: list[tuple[int, ..
     assert not flat.numel() or same_memory(again, flat)
 
 
-def test_pack_copies_unless_told_to_alias() -> None:
+def test_pack_copies_unless_alias_is_set() -> None:
     flat = torch.arange(6.0)
     tensors = {"a": flat[:2], "b": flat[2:].view(2, 2)}
     for copied in (pack(tensors), pack({"a": flat})):
@@ -80,7 +80,7 @@ whole = torch.arange(24.0)
         [torch.empty(2, device="meta")],
     ],
 )
-def test_what_does_not_lie_side_by_side(values: list[Tensor]) -> None:
+def test_tensors_that_are_not_adjacent_in_memory(values: list[Tensor]) -> None:
     assert side_by_side(values) is None
     named_values = {str(index): t for index, t in enumerate(values)}
     packed = pack(named_values, alias=True)
@@ -89,7 +89,7 @@ def test_what_does_not_lie_side_by_side(values: list[Tensor]) -> None:
         assert packed.tolist() == [x for t in values for x in t.reshape(-1).tolist()]
 
 
-def test_what_lies_side_by_side_may_start_anywhere_and_skip_the_empty() -> None:
+def test_adjacent_tensors_may_start_at_any_offset_and_include_empty_ones() -> None:
     view = side_by_side([whole[5:7], torch.empty(0), whole[7:11].view(2, 2), whole[11]])
     assert view is not None
     assert view.tolist() == whole[5:12].tolist()
@@ -114,7 +114,7 @@ def test_same_memory() -> None:
     assert not same_memory(x, x.view(torch.int32))
 
 
-def test_more_of_the_same_memory_is_not_the_same() -> None:
+def test_same_memory_needs_the_same_shape() -> None:
     x = torch.arange(6.0)
     assert not same_memory(x, x[:3])
 

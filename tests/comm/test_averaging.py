@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +24,10 @@ LIMITS = {"large_bytes": 4_000, "piece_bytes": 10_000}
 """So that a few kilobytes are averaged as many megabytes are."""
 HALVES = (torch.bfloat16, torch.float16)
 WHOLE = (torch.int64, torch.int16, torch.uint8, torch.bool)
-average = partial(average_in_place, **LIMITS)  # type: ignore[arg-type]
+
+
+def average(queue: CollectiveQueue, tensors: Mapping[str, Tensor]) -> None:
+    average_in_place(queue, tensors, **LIMITS)  # type: ignore[arg-type]
 
 
 def _queue() -> CollectiveQueue:
@@ -103,7 +105,8 @@ def tied(worker: int) -> list[float]:
     """The same memory under several names: contiguous, transposed, in part."""
     x = torch.full((40, 40), float(worker))
     average(_queue(), {"embedding": x, "head": x, "turned": x.T, "top": x[:30]})
-    return x.unique().tolist()
+    values: list[float] = x.unique().tolist()
+    return values
 
 
 def in_between(worker: int) -> list[Tensor]:
@@ -237,8 +240,8 @@ class _Allocations(TorchDispatchMode):
 def _call(function: Callable[[], object]) -> Exchange:
     """Call a function in the queue's thread."""
     function()
+    yield from ()  # an exchange is a generator
     return Averaged({}, dict, true)
-    yield  # an exchange is a generator
 
 
 def _peaks(worker: int) -> dict[str, int]:

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from laconic import LostWorkerError
 from laconic.comm.timeout import SLICE, CollectiveTimeout

@@ -1,4 +1,4 @@
-"""Processes and network namespaces that are there, read from /proc."""
+"""Running processes and existing network namespaces, from /proc."""
 
 import os
 import time
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def process_table() -> Iterator[tuple[int, int]]:
-    """(id, parent's id) of every process that is running and not just waiting to be buried."""
+    """(id, parent's id) of every process that is not a zombie."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -36,7 +36,7 @@ def running(pids: set[int]) -> set[int]:
 
 
 def namespaces_held_by(pids: set[int]) -> set[str]:
-    """The network namespaces that these processes are in or keep open, but for our own."""
+    """The network namespaces that these processes are in or hold open, without our own."""
     links = [Path("/proc", str(pid), "ns", "net") for pid in pids]
     for pid in pids:
         try:
@@ -53,7 +53,7 @@ def namespaces_held_by(pids: set[int]) -> set[str]:
 
 
 def namespaces_alive(names: set[str]) -> set[str]:
-    """Those of the namespaces that any process still holds, or that have a name in the file system."""
+    """Those of the namespaces that any process holds, or that are mounted in the file system."""
     mounted = {line.split()[3] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
     return names & (namespaces_held_by({pid for pid, _ in process_table()}) | mounted)
 

@@ -1,4 +1,4 @@
-"""Folders of dead processes go, those of living ones stay."""
+"""Run folders: those of ended processes are removed, others stay."""
 
 import subprocess
 import sys
@@ -15,17 +15,17 @@ with run_folder() as folder:
 """
 
 
-def test_a_folder_goes_with_its_block(tmp_path, monkeypatch):
+def test_a_folder_is_removed_at_the_end_of_its_block(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with run_folder() as folder:
         (folder / "file").write_text("something")
         with run_folder() as other:
-            assert folder.exists()  # its owner lives: us
+            assert folder.exists()  # its owner is this process
             assert other != folder
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path, monkeypatch):
+def test_the_next_run_removes_the_folder_of_a_killed_process(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     environment = {"TMPDIR": str(tmp_path), "PATH": "/usr/bin"}
     with subprocess.Popen(
@@ -33,7 +33,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path, monkeypatch
     ) as owner:
         assert owner.stdout is not None
         held = owner.stdout.readline().strip()
-        (tmp_path / f"{PREFIX}strange").mkdir()  # without a lock: not known to be abandoned
+        (tmp_path / f"{PREFIX}strange").mkdir()  # without a lock file: it may be in use
         with run_folder():
             assert held in map(str, tmp_path.iterdir())
         owner.kill()

@@ -1,4 +1,4 @@
-"""Links: what is written is what is meant, and a collective takes what the ring's formula says."""
+"""Links: parsing, and the time and the headers of a collective."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def test_a_level_of_one_is_never_crossed():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("fast", r"'fast': 'fast' is no rate. Write at least 1kbit: .* such as 100mbit"),
-        ("10", "'10' is no rate"),
-        ("0mbit", "'0mbit' is no rate"),
-        ("-5mbit", "'-5mbit' is no rate"),
-        ("", "'' is no rate"),
-        ("2 @ 1gbit, 50mbit", r"'50mbit' is no level. A level is a number of workers or groups, @ and a rate"),
-        ("0 @ 1gbit", "'0 @ 1gbit' is no level"),
-        ("two @ 1gbit", "'two @ 1gbit' is no level"),
+        ("fast", r"'fast': 'fast' is not a rate. Write at least 1kbit: .* such as 100mbit"),
+        ("10", "'10' is not a rate"),
+        ("0mbit", "'0mbit' is not a rate"),
+        ("-5mbit", "'-5mbit' is not a rate"),
+        ("", "'' is not a rate"),
+        ("2 @ 1gbit, 50mbit", r"'50mbit' is not a level. A level is a number of workers or groups, @ and a rate"),
+        ("0 @ 1gbit", "'0 @ 1gbit' is not a level"),
+        ("two @ 1gbit", "'two @ 1gbit' is not a level"),
     ],
 )
-def test_what_is_no_link_is_told(text, words):
+def test_errors_quote_what_was_written(text, words):
     with pytest.raises(LinkError, match=words):
         link(text, workers=2)
 

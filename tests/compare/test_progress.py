@@ -1,41 +1,28 @@
-"""Progress goes through a file: whole lines only, all of them, in order."""
+"""Progress through a file: complete lines only, all of them, in order."""
 
 import json
 import time
 from dataclasses import asdict, replace
 
-from laconic.compare.progress import Tail, following
-from laconic.compare.reporter import Reporter, progress_file
-from laconic.compare.reporting import Progress
+from laconic.compare.progress import Progress, Tail, following, progress_file
 
-NOW = Progress(worker=0, step=1, steps=4, loss=2.0, tokens_per_s=10.0, sent_bytes=5, seconds=1.0)
+NOW = Progress(worker=0, step=1, steps=4, loss=2.0, tokens_per_s=10.0, sent_bytes=5, seconds=2.0)
 
 
 def line(progress: Progress) -> str:
     return json.dumps(asdict(progress)) + "\n"
 
 
-def test_a_tail_reads_each_line_once_and_waits_for_its_end(tmp_path):
+def test_a_tail_reads_each_complete_line_once(tmp_path):
     path = progress_file(tmp_path, worker=0)
     tail = Tail(path)
-    assert tail.news() == []
+    assert tail.read() == []
     second = line(replace(NOW, step=2))
     path.write_text(line(NOW) + second[:10])
-    assert tail.news() == [NOW]
-    assert tail.news() == []
+    assert tail.read() == [NOW]
+    assert tail.read() == []
     path.write_text(line(NOW) + second)
-    assert tail.news() == [replace(NOW, step=2)]
-
-
-def test_a_reporter_writes_every_step_and_lets_the_last_be_seen_at_once(tmp_path):
-    path = progress_file(tmp_path, worker=0)
-    with path.open("w") as file:
-        report = Reporter(file)
-        for step in (1, 2, 3):
-            report(replace(NOW, step=step))
-        assert [progress.step for progress in Tail(path).news()] == [1]
-        report(replace(NOW, step=4))
-        assert [progress.step for progress in Tail(path).news()] == [1, 2, 3, 4]
+    assert tail.read() == [replace(NOW, step=2)]
 
 
 def test_following_shows_everything_up_to_the_end(tmp_path):
@@ -52,5 +39,9 @@ def test_following_shows_everything_up_to_the_end(tmp_path):
 
 
 def test_time_left():
-    assert replace(NOW, step=1, steps=4, seconds=2.0).seconds_left == 6.0
-    assert replace(NOW, step=4, steps=4, seconds=2.0).seconds_left == 0.0
+    assert NOW.seconds_left == 6.0
+    assert replace(NOW, step=4).seconds_left == 0.0
+    assert replace(NOW, steps=0).seconds_left == 0.0
+    assert replace(NOW, seconds_limit=5.0).seconds_left == 3.0
+    assert replace(NOW, steps=0, seconds_limit=5.0).seconds_left == 3.0
+    assert replace(NOW, ended="loss").seconds_left == 0.0

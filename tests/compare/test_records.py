@@ -1,10 +1,9 @@
-"""What the files of a run come to."""
+"""The outcome that the files of a run give."""
 
 from dataclasses import replace
 
-from laconic.compare.lab.training import Point
-from laconic.compare.records import MOST_POINTS, curve, thinned, waiting_share
-from laconic.compare.reporting import Progress
+from laconic.compare.progress import Progress
+from laconic.compare.records import MOST_POINTS, Point, curve, thinned, waiting_share
 
 NOW = Progress(worker=0, step=1, steps=4, loss=2.0, tokens_per_s=10.0, sent_bytes=5, seconds=1.0, wire_bytes=7)
 
@@ -12,7 +11,7 @@ NOW = Progress(worker=0, step=1, steps=4, loss=2.0, tokens_per_s=10.0, sent_byte
 def test_a_curve_is_the_mean_over_workers_and_the_last_eight_reports():
     first = [replace(NOW, step=step, loss=float(step), seconds=step / 2) for step in range(1, 11)]
     second = [replace(progress, worker=1, loss=progress.loss + 2) for progress in first]
-    points = curve([first, second[:-1]])  # the second worker's last line has not come
+    points = curve([first, second[:-1]])  # the last line of the second worker is missing
     assert len(points) == 9
     assert points[0] == Point(step=1, seconds=0.5, loss=2.0, wire_bytes=7)
     assert points[8].loss == sum(range(2, 10)) / 8 + 1
@@ -30,4 +29,4 @@ def test_thinning_keeps_both_ends():
 def test_waiting():
     assert waiting_share([[], []]) == 0.0
     assert waiting_share([[1.0, 1.0], [1.0, 1.0]]) == 0.0
-    assert waiting_share([[2.0, 1.0, 9.0], [1.0, 2.0]]) == 2 / 6  # what only one of them has seen does not count
+    assert waiting_share([[2.0, 1.0, 9.0], [1.0, 2.0]]) == 2 / 6  # what only one worker has does not count

@@ -1,9 +1,12 @@
-"""Impossible values are refused before anything starts, in words that say what to do."""
+"""Values are checked before any worker starts, and the errors tell what to do."""
+
+from dataclasses import replace
 
 import pytest
 
 import laconic
-from laconic.compare.settings import LabError, Place, Settings, check_workers, found_place
+from laconic.compare.lab.script import parse
+from laconic.compare.settings import LabError, Place, Script, Settings, check_workers, found_place
 
 
 @pytest.mark.parametrize("name", ["workers", "steps", "layers", "width", "heads", "context", "batch"])
@@ -37,16 +40,16 @@ def test_heads_must_divide_the_width_evenly():
 
 
 def test_the_resnet_takes_no_text(tmp_path):
-    with pytest.raises(LabError, match=r"--model resnet --data .*: the ResNet trains on the digits"):
+    with pytest.raises(LabError, match=r"--model resnet --data .*: the ResNet trains on scikit-learn's digits"):
         Settings(plan="ddp()", model="resnet", data=tmp_path)
 
 
-def test_an_unknown_plan_is_refused_here_and_not_by_a_worker():
+def test_an_unknown_plan_is_refused_before_any_worker_starts():
     with pytest.raises(laconic.PlanError, match="gossip"):
         Settings(plan="gossip()")
 
 
-def test_more_workers_than_sense():
+def test_too_many_workers():
     check_workers(workers=64, cores=16)
     check_workers(workers=16, cores=1)
     with pytest.raises(LabError, match=r"--workers 17: this machine has 1 usable core, and more than 16"):
@@ -60,3 +63,24 @@ def test_a_place_needs_all_of_its_variables():
     assert found_place(whole) == Place(worker=1, workers=2)
     for name in whole:
         assert found_place({k: v for k, v in whole.items() if k != name}) is None
+
+
+def test_a_script_is_checked_too(tmp_path):
+    script = tmp_path / "train.py"
+    with pytest.raises(LabError, match=r"--script .*train.py: there is no such file. Give the path of a training"):
+        Script("ddp()", script)
+    script.touch()
+    with pytest.raises(LabError, match="--workers 0: there must be at least 1"):
+        Script("ddp()", script, workers=0)
+    with pytest.raises(LabError, match="--steps 0: there must be at least 1"):
+        Script("ddp()", script, steps=0)
+    with pytest.raises(LabError, match="--until-loss -1: it must be a number above 0"):
+        Script("ddp()", script, until_loss=-1)
+
+
+def test_the_lab_script_gets_all_settings_as_arguments(tmp_path):
+    settings = Settings("ddp()", 2, 7, "gpt", 1, 16, 2, 8, 3, 1 / 3, 5, tmp_path / "a b", 0.1)
+    parsed, losses = parse(settings.arguments(tmp_path))
+    assert replace(parsed, workers=2) == settings
+    assert losses is not None
+    assert losses.parent == tmp_path

@@ -1,4 +1,4 @@
-"""Hosts of their own: real namespaces at the rate that was asked for, and gone afterwards."""
+"""Hosts behind a slow link: real namespaces with the given rates, removed afterwards."""
 
 import json
 import multiprocessing
@@ -14,7 +14,7 @@ import pytest
 
 from laconic.compare.links import link
 from laconic.compare.namespaces import Hosts, enter, token_bucket
-from laconic.compare.reporting import card_bytes
+from laconic.compare.reporter import interface_bytes
 from laconic.compare.settings import LabError
 from laconic.compare.slow_link import PROGRAM, NoSlowLink, slow_link
 from tests.compare.processes import eventually, namespaces_alive, namespaces_held_by, running
@@ -22,36 +22,37 @@ from tests.namespaces import needs_root
 
 _context = multiprocessing.get_context("forkserver")
 SENT = 2_500_000
+MOST_BPS = 20e6 * 1.04  # of a link of 20 Mbit/s: the bucket is full at first; a busy machine may be slower
 
 
 def receive(hosts: Hosts, host: int, pipe: Connection) -> None:
-    """Takes all that comes, and says how many bytes a second came."""
+    """Receive everything, and report the number of bytes and when the last one came."""
     enter(hosts, host)
     with socket.create_server((f"10.77.0.{host + 1}", 5000)) as server:
         pipe.send("ready")
         connection, _ = server.accept()
         with connection:
-            count, began = len(connection.recv(1 << 16)), time.perf_counter()
+            count = 0
             while content := connection.recv(1 << 16):
                 count += len(content)
-            pipe.send((count, count / (time.perf_counter() - began)))
+            pipe.send((count, time.monotonic()))
 
 
 def send(hosts: Hosts, host: int, to: int, pipe: Connection) -> None:
     enter(hosts, host)
-    before = card_bytes()
+    before, began = interface_bytes(), time.monotonic()
     assert before is not None
     with socket.create_connection((f"10.77.0.{to + 1}", 5000)) as connection:
         connection.sendall(bytes(SENT))
         connection.shutdown(socket.SHUT_WR)
-        connection.recv(1)  # until the other has read all of it
-    after = card_bytes()
+        connection.recv(1)  # until the receiver has read all of it
+    after = interface_bytes()
     assert after is not None
-    pipe.send((after - before, sorted(name for _, name in socket.if_nameindex())))
+    pipe.send((began, after - before, sorted(name for _, name in socket.if_nameindex())))
 
 
 def transfer(hosts: Hosts, sender: int, receiver: int) -> tuple[float, int, list[str]]:
-    """Sends from one host to another; returns bytes a second, what the card counted, and the sender's cards."""
+    """Send from one host to another; return bytes per second, the interface's count, and the sender's interfaces."""
     near, near_end = _context.Pipe()
     far, far_end = _context.Pipe()
     processes = [
@@ -63,19 +64,19 @@ def transfer(hosts: Hosts, sender: int, receiver: int) -> tuple[float, int, list
         assert far.poll(60) and far.recv() == "ready"
         processes[1].start()
         assert far.poll(60)
-        count, rate = far.recv()
+        count, ended = far.recv()
         assert count == SENT
         assert near.poll(60)
-        counted, cards = near.recv()
+        began, counted, interfaces = near.recv()
     finally:
         for process in processes:
             if process.pid is not None:
                 process.kill()
                 process.join()
-    return rate, counted, cards
+    return SENT / (ended - began), counted, interfaces
 
 
-def test_a_bucket_takes_a_whole_offloaded_packet():
+def test_a_bucket_holds_a_whole_offloaded_packet():
     assert token_bucket("eth0", 1e7) == "qdisc add dev eth0 root tbf rate 10000000bit burst 70000 limit 8070000"
     assert "burst 250000 " in token_bucket("eth0", 1e9)
 
@@ -85,13 +86,13 @@ class TestAsRoot:
 
     def test_a_link_has_its_rate_and_counts_its_bytes(self):
         with slow_link(link("20mbit", workers=2)) as slow:
-            rate, counted, cards = transfer(slow.hosts, 0, 1)
+            rate, counted, interfaces = transfer(slow.hosts, 0, 1)
             held = namespaces_held_by({slow.hosts.keeper})
             assert len(held) == 3  # two hosts and the switch
             assert slow.uplink_bytes() == {}
-        assert rate * 8 == pytest.approx(20e6, rel=0.06)  # the bucket is full at first
+        assert 10e6 < rate * 8 < MOST_BPS
         assert counted == pytest.approx(SENT, rel=0.01)
-        assert cards == ["control0", "eth0", "lo"]
+        assert interfaces == ["control0", "eth0", "lo"]
         assert not running({slow.hosts.keeper})
         assert eventually(lambda: not namespaces_alive(held))
 
@@ -102,7 +103,7 @@ class TestAsRoot:
             far, _, _ = transfer(slow.hosts, 1, 2)
             uplinks = slow.uplink_bytes()
         assert near * 8 > 50e6
-        assert far * 8 == pytest.approx(20e6, rel=0.06)
+        assert 10e6 < far * 8 < MOST_BPS
         assert list(uplinks) == ["level 1, group 0", "level 1, group 1"]
         assert uplinks["level 1, group 0"] == pytest.approx(SENT, rel=0.01)
         assert uplinks["level 1, group 1"] < 0.01 * SENT
@@ -116,7 +117,7 @@ class TestAsRoot:
         assert not running({slow.hosts.keeper})
         assert not namespaces_alive(held)
 
-    def test_hosts_go_with_the_process_that_asked_for_them(self):
+    def test_hosts_are_removed_when_the_process_that_made_them_is_killed(self):
         keeper = subprocess.Popen(
             [sys.executable, "-I", str(PROGRAM), "keep", "2@1e9"],
             stdin=subprocess.PIPE,
@@ -128,14 +129,14 @@ class TestAsRoot:
             assert keeper.stdout is not None
             assert '"keeper"' in keeper.stdout.readline()
             held = namespaces_held_by({keeper.pid})
-            keeper.stdin.close()  # as the kernel does when the asker is killed
+            keeper.stdin.close()  # as the kernel does when the process is killed
             assert keeper.wait(20) == 0
         assert held
         assert not namespaces_alive(held)
 
     @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv to become nobody")
-    def test_without_root_a_user_namespace_does(self):
-        """The same program, run by nobody; by the system's own Python, since ours may not be for everyone to read."""
+    def test_without_root_it_makes_a_user_namespace(self):
+        """Run the program as nobody, with the system's Python, since that user may not be able to read ours."""
         python = shutil.which("python3", path="/usr/bin:/bin")
         if python is None:
             pytest.skip("needs a python3 in /usr/bin")
@@ -146,7 +147,7 @@ class TestAsRoot:
             pytest.skip(f"this system has no user namespaces for everyone: {done.stdout.strip()}")
         made, counted = map(json.loads, done.stdout.splitlines())
         assert made["user"] is not None
-        assert len(made["cards"]) == 2
+        assert len(made["namespaces"]) == 2
         assert counted == {}
         assert not running({made["keeper"]})
 
@@ -157,13 +158,13 @@ def test_without_the_commands_there_is_no_link(monkeypatch):
         pass
 
 
-def test_the_systems_own_words_are_given(monkeypatch, tmp_path):
+def test_the_error_of_the_system_is_the_reason(monkeypatch, tmp_path):
     broken = tmp_path / "ip"
     broken.write_text("#!/bin/sh\necho no network today >&2\nexit 1\n")
     broken.chmod(0o755)
     (tmp_path / "tc").symlink_to(broken)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(NoSlowLink, match="it takes root or user namespaces: "), slow_link(link("1gbit")):
+    with pytest.raises(NoSlowLink, match="it needs root or user namespaces: "), slow_link(link("1gbit")):
         pass
 
 

@@ -1,13 +1,12 @@
-"""The memory of a comparison that was stopped."""
+"""The finished runs of a comparison that was stopped."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from laconic.compare.lab.training import Outcome, Point
-from laconic.compare.script import Script
-from laconic.compare.settings import Settings
+from laconic.compare.records import Outcome, Point
+from laconic.compare.settings import Script, Settings
 from laconic.compare.unfinished import Unfinished, digest
 
 RUNS = [Settings(plan="ddp()"), Settings(plan="power_sgd(rank=4)")]
@@ -36,36 +35,36 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_is_saved_comes_back_until_it_is_forgotten():
-    memory = Unfinished(RUNS, "10mbit")
-    assert memory.load() == []
-    memory.save([replace(DONE, loss_final=1.0)])
+def test_outcomes_are_loaded_until_they_are_removed():
+    unfinished = Unfinished(RUNS, "10mbit")
+    assert unfinished.load() == []
+    unfinished.save([replace(DONE, loss_final=1.0)])
     assert Unfinished(RUNS, "10mbit").load() == [replace(DONE, loss_final=1.0)]
-    memory.save([DONE])
-    assert str(memory.load()[0].loss_final) == "nan"
-    memory.forget()
-    memory.forget()
-    assert memory.load() == []
+    unfinished.save([DONE])
+    assert str(unfinished.load()[0].loss_final) == "nan"
+    unfinished.remove()
+    unfinished.remove()
+    assert unfinished.load() == []
 
 
-def test_a_damaged_memory_is_none(cache):
-    memory = Unfinished(RUNS, None)
-    memory.save([DONE])
+def test_a_damaged_file_is_treated_as_empty(cache):
+    unfinished = Unfinished(RUNS, None)
+    unfinished.save([DONE])
     [path] = cache.rglob("*.json")
     for text in ("", "[{}]", '[{"plan": 3, "curve": []}]', "nonsense"):
         path.write_text(text)
-        assert memory.load() == []
+        assert unfinished.load() == []
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(cache, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_not_an_error(cache, monkeypatch):
     (cache / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
-    memory = Unfinished(RUNS, None)
-    memory.save([DONE])
-    assert memory.load() == []
+    unfinished = Unfinished(RUNS, None)
+    unfinished.save([DONE])
+    assert unfinished.load() == []
 
 
-def test_everything_that_decides_the_results_decides_the_name(tmp_path):
+def test_the_digest_covers_everything_that_results_depend_on(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("one")
     own = [Script("ddp()", script)]

@@ -1,9 +1,11 @@
-"""Faults: their text, and what each does to a worker."""
+"""Faults: their text, and what each does to a worker, through a real session."""
 
 from __future__ import annotations
 
+import json
 import os
-import time
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
-from laconic import injection
-from laconic.doctor.injection import Fault, Injection, InjectionError, check_faults, fault, faults, injected_from_env
+from laconic.doctor import injection
+from laconic.doctor.injection import FACTORY, Fault, InjectionError, check_faults, fault, faults
 from tests.elastic.survivors import run_survivors
 from tests.session.models import batch, mlp, weights
 from tests.workers import run_workers
@@ -30,13 +32,13 @@ def test_text_and_back():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("kill", "'kill' is no fault: it is written kind:worker@step"),
+        ("kill", "'kill' is not a fault: write kind:worker@step"),
         ("burn:1@2", "with kind kill, stop, nan, flip or slow"),
-        ("kill:-1@2", "is no fault"),
+        ("kill:-1@2", "is not a fault"),
         ("kill:1@0", "kill:1@0: steps count from 1. Write kill:1@1."),
-        ("slow:1@2", "a slow worker sleeps for a time. Write it behind, such as slow:1@2:2s."),
-        ("nan:1@2:3s", "only stop and slow last for a time. Write nan:1@2."),
-        ("stop:1@2:5", "is no fault"),
+        ("slow:1@2", "slow needs a duration. Write slow:1@2:2s."),
+        ("nan:1@2:3s", "only stop and slow take a duration. Write nan:1@2."),
+        ("stop:1@2:5", "is not a fault"),
     ],
 )
 def test_mistakes(text, words):
@@ -45,29 +47,78 @@ def test_mistakes(text, words):
     assert words in str(error.value)
 
 
-def test_workers_that_there_are_not(monkeypatch, caplog):
-    with pytest.raises(InjectionError, match=r"kill:4@1: there is no worker 4 among 4, which count from 0 to 3."):
+def test_a_worker_that_does_not_exist():
+    with pytest.raises(InjectionError, match=r"kill:4@1: there are 4 workers, counted from 0. Use a worker from 0 to"):
         check_faults(faults("kill:4@1"), 4)
-    monkeypatch.setenv("LACONIC_INJECT", "nan:1@1")
-    assert injected_from_env(None, {}, lambda: 1) is None
-    assert "LACONIC_INJECT=nan:1@1: there are 1 workers, from 0: nan:1@1 is not made." in caplog.text
 
 
-def test_nothing_asked_nothing_made(monkeypatch):
-    monkeypatch.delenv("LACONIC_INJECT", raising=False)
-    assert injected_from_env(None, {}, lambda: 1) is None
+class TestOneWorker:
+    """A session without process group, with the observer in its environment."""
 
+    @pytest.fixture
+    def marks(self, monkeypatch, tmp_path: Path) -> Path:
+        monkeypatch.setenv("LACONIC_OBSERVERS", FACTORY)
+        monkeypatch.setenv("LACONIC_MARKS", str(tmp_path))
+        return tmp_path / "faults-0.jsonl"
 
-def test_a_fault_is_made_once(monkeypatch):
-    monkeypatch.setattr(injection, "_made", set())
-    monkeypatch.setenv("LACONIC_INJECT", "slow:0@1:0s")
-    first = injected_from_env(None, {}, lambda: 1)
-    assert first is not None
-    first.before_step()
-    assert injected_from_env(None, {}, lambda: 1) is None, "another attach in the same process"
-    monkeypatch.setenv("LACONIC_INJECT", "slow:0@2:0s")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert injected_from_env(None, {}, lambda: 1) is None, "the launcher has started it anew"
+    def session(self) -> tuple[laconic.Session, nn.Module, torch.optim.Optimizer]:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return laconic.attach(laconic.ddp(), model, optimizer, nonfinite="ignore"), model, optimizer
+
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        x, y = batch(0, 1)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def injected(self, marks: Path) -> list[str]:
+        return [json.loads(line)["fault"] for line in marks.read_text().splitlines()] if marks.exists() else []
+
+    def test_without_a_variable_there_is_no_observer(self, monkeypatch):
+        monkeypatch.delenv("LACONIC_INJECT", raising=False)
+        assert injection.from_env() is None
+        monkeypatch.setenv("LACONIC_INJECT", "slow:0@1:0s")
+        assert injection.from_env() is not None
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        assert injection.from_env() is None, "the launcher has restarted the workers"
+
+    def test_a_fault_is_injected_in_its_step_and_once(self, monkeypatch, marks):
+        monkeypatch.setenv("LACONIC_INJECT", "slow:0@2:0.01s,slow:0@2:0.02s")
+        session, model, optimizer = self.session()
+        self.step(model, optimizer)
+        assert self.injected(marks) == []
+        self.step(model, optimizer)
+        assert self.injected(marks) == ["slow:0@2:0.01s", "slow:0@2:0.02s"]
+        session.detach()
+        session, model, optimizer = self.session()
+        for _ in range(3):
+            self.step(model, optimizer)
+        assert len(self.injected(marks)) == 2, "not again after another attach in the same process"
+
+    def test_faults_of_absent_workers_are_ignored(self, monkeypatch, marks, caplog):
+        monkeypatch.setenv("LACONIC_INJECT", "nan:1@1")
+        _, model, optimizer = self.session()
+        self.step(model, optimizer)
+        assert "LACONIC_INJECT: nan:1@1 ignored, there are 1 workers." in caplog.text
+        assert self.injected(marks) == []
+
+    def test_detach_removes_the_hooks(self, monkeypatch, marks):
+        monkeypatch.setenv("LACONIC_INJECT", "nan:0@1")
+        session, model, optimizer = self.session()
+        session.detach()
+        self.step(model, optimizer)
+        assert weights(model).isfinite().all()
+        assert self.injected(marks) == []
+        _, model, optimizer = self.session()
+        self.step(model, optimizer)
+        assert self.injected(marks) == ["nan:0@1"]
+        assert not weights(model).isfinite().all()
+
+    def test_a_mistake_in_the_variable_is_named(self, monkeypatch, marks):
+        monkeypatch.setenv("LACONIC_INJECT", "burn:0@1")
+        with pytest.raises(ValueError, match="'burn:0@1' is not a fault"):
+            self.session()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -82,30 +133,19 @@ def test_one_bit_of_one_weight_flips_and_stays_finite(dtype):
     assert torch.equal(before, p)
 
 
-def test_a_slow_step_and_its_mark(monkeypatch, tmp_path):
-    monkeypatch.setenv("LACONIC_MARKS", str(tmp_path))
-    steps = iter([1, 2])
-    slow = Injection(faults("slow:0@2:0.2s"), {}, lambda: step)
-    for step in steps:
-        begun = time.monotonic()
-        slow.before_step()
-        assert (time.monotonic() - begun >= 0.2) == (step == 2)
-    assert '"fault": "slow:0@2:0.2s"' in (tmp_path / "faults-0.jsonl").read_text()
+def _stopped(worker: int) -> list[int]:
+    continued: list[int] = []
+    signal.signal(signal.SIGCONT, lambda number, frame: continued.append(number))
+    injection.kill_or_stop(fault("stop:0@1:0.3s"))
+    return continued
 
 
-def _stopped(worker: int) -> float:
-    begun = time.monotonic()
-    injection.hurt(fault("stop:0@1:0.3s"))
-    return time.monotonic() - begun
-
-
-def test_stopped_for_a_while():
-    [took] = run_workers(_stopped, 1, group=False)
-    assert took >= 0.3
+def test_a_stopped_worker_continues():
+    assert run_workers(_stopped, 1, group=False) == [[signal.SIGCONT]]
 
 
 def _train(worker: int, inject: str, wrapped: bool, nonfinite: str) -> tuple[str, list[Tensor]]:
-    os.environ["LACONIC_INJECT"] = inject
+    os.environ |= {"LACONIC_OBSERVERS": FACTORY, "LACONIC_INJECT": inject}
     module = mlp()
     model = DDP(module) if wrapped else module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -125,40 +165,43 @@ def _train(worker: int, inject: str, wrapped: bool, nonfinite: str) -> tuple[str
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
 def test_nan_in_the_gradients_before_they_are_averaged(wrapped):
-    for said, _ in run_workers(_train, 2, ("nan:1@3", wrapped, "raise")):
-        assert said.startswith("NonFiniteError: step 3: worker 1 brought NaN or Inf")
+    for error, _ in run_workers(_train, 2, ("nan:1@3", wrapped, "raise")):
+        assert error.startswith("NonFiniteError: step 3: worker 1 ")
 
 
 def test_nan_on_one_worker_is_skipped_by_all():
-    for said, trace in run_workers(_train, 2, ("nan:0@2", True, "skip")):
-        assert said == ""
+    for error, trace in run_workers(_train, 2, ("nan:0@2", True, "skip")):
+        assert error == ""
         assert torch.equal(trace[2], trace[1])
         assert trace[-1].isfinite().all()
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
 def test_a_flipped_bit_is_found(wrapped):
-    for said, _ in run_workers(_train, 3, ("flip:2@4", wrapped, "skip")):
-        assert said.startswith("DivergedError: after step 4, worker 2 holds other weights than the rest")
+    for error, _ in run_workers(_train, 3, ("flip:2@4", wrapped, "skip")):
+        assert error.startswith("DivergedError: after step 4, worker 2 ")
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop"])
+@pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=pytest.mark.slow)])
 def test_a_lost_worker_is_named(kind):
-    for said, _ in run_survivors(_train, 3, 1, (f"{kind}:1@3", True, "skip")).values():
-        assert said.startswith("LostWorkerError: ")
-        assert "worker 1 did not answer" in said
+    for error, _ in run_survivors(_train, 3, 1, (f"{kind}:1@3", True, "skip")).values():
+        assert error.startswith("LostWorkerError: ")
+        assert "worker 1 did not respond" in error
 
 
 def _until_attached(worker: int, folder: str) -> object:
-    os.environ |= {"LACONIC_UNTIL": "attach", "LACONIC_MARKS": folder, "RANK": str(worker)}
+    os.environ |= {"LACONIC_OBSERVERS": FACTORY, "LACONIC_UNTIL": "attach", "LACONIC_MARKS": folder}
+    os.environ["RANK"] = str(worker)
     model = mlp()
     try:
         laconic.attach(laconic.ddp(), model, torch.optim.SGD(model.parameters(), lr=0.1))
     except injection.StoppedAfterAttach as ended:
         return ended.code
-    return "it went on"
+    return "attach returned"
 
 
-def test_a_script_that_ends_after_attach(tmp_path):
-    assert run_workers(_until_attached, 2, (str(tmp_path),)) == [0, 0]
-    assert [path.read_text() for path in sorted(tmp_path.glob("attached-*"))] == ['{"plan": "ddp()", "workers": 2}'] * 2
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_script_that_ends_after_attach(tmp_path, workers):
+    assert run_workers(_until_attached, workers, (str(tmp_path),)) == [0] * workers
+    marks = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("attached-*"))]
+    assert marks == [{"plan": "ddp()", "workers": workers}] * workers

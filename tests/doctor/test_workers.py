@@ -1,4 +1,4 @@
-"""What workers find out together: over a real store and real connections, and about measurements that we make up."""
+"""Checks among real workers, over a real store and real connections."""
 
 from __future__ import annotations
 
@@ -7,113 +7,82 @@ from pathlib import Path
 
 import pytest
 
-from laconic.doctor import meeting
-from laconic.doctor.diagnosis import Asked, among_workers
+from laconic.doctor.diagnosis import check_as_worker
 from laconic.doctor.finding import Finding
-from laconic.doctor.measuring import Link, check_clocks, check_links, measure_clocks, measure_links, sampled, tournament
-from laconic.doctor.visit import Visit
+from laconic.doctor.links import MeasuredLink, measure_link
+from laconic.doctor.script_run import ScriptRun
 from tests.workers import free_port, run_workers
 
-ATTACHED = """
-import os
-with open(f"{os.environ['LACONIC_MARKS']}/attached-{os.environ['RANK']}.json", "w") as file:
-    file.write('{"plan": "ddp()", "workers": 2}')
-"""
-ODD = """
+ATTACH = """
 import os, torch, torch.distributed as dist, laconic
 dist.init_process_group("gloo")
-model = torch.nn.Linear(4, 4 + int(os.environ["RANK"]))
-laconic.attach(laconic.plan_from_env(), model, torch.optim.SGD(model.parameters(), lr=0.1))
-raise SystemExit("it went on")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4 + {other} * int(os.environ["RANK"]))
+laconic.attach(laconic.ddp(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+raise SystemExit("attach returned")
 """
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4, 7, 8, 20])
-def test_everybody_meets_everybody_once(workers):
-    rounds = tournament(workers)
-    pairs = [pair for round_ in rounds for pair in round_]
-    assert sorted(pairs) == [(a, b) for a in range(workers) for b in range(a + 1, workers)]
-    assert all(len({w for pair in round_ for w in pair}) == 2 * len(round_) for round_ in rounds)
-    assert len(sampled(workers)) <= 7
+def _measure(worker: int) -> MeasuredLink:
+    return measure_link(worker, 3)
 
 
-def test_clocks():
-    assert check_clocks([0.0, 0.05, -0.09]).verdict == "ok"
-    found = check_clocks([0.0, 0.05, -2.5, 0.3, None])
-    assert found.verdict == "warning"
-    assert found.found == "workers 2, 3 off worker 0's clock, worker 2 by -2.5 s (1 not measured: there was no time)"
+def test_links_between_real_workers():
+    links = run_workers(_measure, 3)
+    assert [(link.first, link.second) for link in links] == [(0, 1), (1, 2), (2, 0)]
+    assert all(link.bits_per_s > 0 and link.round_trip_s > 0 for link in links)
 
 
-def test_one_slow_pair():
-    links = [Link(a, b, 0.001, 1e9) for a, b in ((0, 1), (0, 2), (1, 2))]
-    assert check_links(links).verdict == "ok"
-    assert check_links([]).verdict == "ok"
-    slow = [*links, Link(0, 3, 0.2, 1e7), Link(1, 3, 0.2, 1e7)]
-    found = check_links(slow)
-    assert found.verdict == "warning"
-    assert "2 of them more than 4 times slower, most often with worker 3" in found.found
-    assert "slowest 0-3 10 Mbit/s, 200.0 ms" in found.found
-
-
-def _measure(worker: int) -> tuple[list[float | None], list[Link]]:
-    return measure_clocks(worker, 3), measure_links(worker, 3, budget_s=0.3)
-
-
-def test_measured_between_real_workers():
-    results = run_workers(_measure, 3)
-    offsets = results[0][0]
-    assert len(offsets) == 3
-    assert all(offset is not None and abs(offset) < 0.1 for offset in offsets)
-    links = [link for _, found in results for link in found]
-    assert sorted((link.first, link.second) for link in links) == [(0, 1), (0, 2), (1, 2)]
-    assert all(link.bits_per_s > 1e6 and 0 < link.round_trip_s < 5 for link in links)
-
-
-def _visit(worker: int, workers: int, port: int, asked: Asked) -> tuple[list[Finding], bool]:
+def _check(
+    worker: int, workers: int, port: int, data: Path | None, script: ScriptRun | None, timeout_s: float
+) -> tuple[list[Finding], bool]:
     os.environ |= {"RANK": str(worker), "WORLD_SIZE": str(workers), "OMP_NUM_THREADS": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return among_workers(asked)
+    return check_as_worker(data, script, timeout_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("program", "verdict", "words"),
+    ("other", "verdict", "words"),
     [
-        (ATTACHED, "ok", "all 2 workers attached ddp(), and agree about plan, parameters and versions"),
-        (ODD, "problem", "DisagreementError: the workers disagree about what is attached: "),
+        (0, "ok", "all 2 workers attached ddp(), with the same parameters and versions"),
+        (1, "problem", "DisagreementError: the workers disagree about what is attached: "),
     ],
     ids=["alike", "another model on worker 1"],
 )
-def test_two_workers_and_a_script(tmp_path, program, verdict, words):
+def test_two_workers_and_a_script(tmp_path, other, verdict, words):
     script = tmp_path / "train.py"
-    script.write_text(program)
-    asked = Asked(data=Path(__file__), visit=Visit(script, workers=2, limit_s=60), timeout_s=30, links_s=0.3)
-    (findings, speaks), (_, speaks_too) = run_workers(_visit, 2, (2, free_port(), asked), group=False, timeout_s=100)
-    assert (speaks, speaks_too) == (True, False)
+    script.write_text(ATTACH.format(other=other))
+    args = (2, free_port(), Path(__file__), ScriptRun(script, workers=2, limit_s=60), 30)
+    (findings, shows), (_, also_shows) = run_workers(_check, 2, args, group=False, timeout_s=100)
+    assert (shows, also_shows) == (True, False)
     by_name = {each.name: each for each in findings}
-    assert by_name["workers"].found == "all 2 came, on 1 host"
-    for name in ("versions", "same versions", "same data", "connections", "clocks", "links", "meeting point"):
+    assert by_name["workers"].found == "all 2 workers answer, on 1 host"
+    assert "links" in by_name
+    for name in ("versions", "same versions", "same data", "connections", "master address"):
         assert by_name[name].verdict == "ok", by_name[name]
-    assert by_name["encryption"].verdict == "warning"
     assert by_name["script"].verdict == verdict
     assert words in by_name["script"].found
 
 
-def test_a_worker_that_does_not_come():
-    asked = Asked(timeout_s=1)
-    [(findings, speaks)] = run_workers(_visit, 1, (2, free_port(), asked), group=False)
-    assert speaks
-    assert findings[0].verdict == "problem"
-    assert findings[0].found == "worker 1 did not come"
+def test_one_worker_alone():
+    [(findings, shows)] = run_workers(_check, 1, (1, free_port(), None, None, 10), group=False)
+    assert shows
+    assert findings[0].found == "all 1 workers answer, on 1 host"
+
+
+def test_a_worker_that_does_not_answer():
+    [(findings, shows)] = run_workers(_check, 1, (2, free_port(), None, None, 1), group=False)
+    assert shows
+    assert (findings[0].verdict, findings[0].found) == ("problem", "worker 1 did not respond")
     assert "connections" not in {each.name for each in findings}
 
 
-def test_nobody_at_the_meeting_point(monkeypatch):
+def test_no_store_at_the_master_address(monkeypatch):
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with pytest.raises(meeting.MeetingError):
-        meeting.meet(environ, timeout_s=0.5)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    findings, speaks = among_workers(Asked(timeout_s=0.5))
-    assert speaks
+    findings, shows = check_as_worker(timeout_s=0.5)
+    assert shows
     assert findings[-1].verdict == "problem"
-    assert "worker 1 could not meet the others at 127.0.0.1:" in findings[-1].found
+    assert "worker 1 cannot reach the store at 127.0.0.1:" in findings[-1].found

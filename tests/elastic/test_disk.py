@@ -122,11 +122,11 @@ def test_torchrun_names_the_run_and_the_worker(monkeypatch):
     parents = [77]  # the parent of the test process may be gone
     monkeypatch.setattr("os.getppid", lambda: parents[-1])
     world = elastic.join(HashStore())
-    assert repr(world) == "<World 'job-7' as worker 'node-a.example-77-2'>"
+    assert repr(world) == "<ElasticWorld 'job-7' as worker 'node-a.example-77-2'>"
     before = world.orphaned
     parents.append(1)
     assert (before, world.orphaned) == (False, True)
     world.leave()
     by_name = elastic.join(HashStore(), run="mine", id=3)
-    assert repr(by_name) == "<World 'mine' as worker '3'>" and not by_name.orphaned
+    assert repr(by_name) == "<ElasticWorld 'mine' as worker '3'>" and not by_name.orphaned
     by_name.leave()

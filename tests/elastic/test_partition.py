@@ -147,5 +147,5 @@ def test_without_elastic_all_workers_report_the_missing_one(tmp_path):
             assert pipe.poll(30), "a worker reports nothing"
             reports.append(pipe.recv())
     assert [missing for _, missing in reports] == [[3], [3], [3], []], reports
-    assert "worker 3 did not answer" in reports[0][0]
+    assert "worker 3 did not respond" in reports[0][0]
     assert "does not answer" in reports[3][0]

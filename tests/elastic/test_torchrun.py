@@ -28,10 +28,10 @@ EXAMPLE = ROOT / "examples" / "elastic.py"
 class Agents:
     """torchrun's agents on this machine, and a store that outlives them. A context manager: it ends all of them."""
 
-    def __init__(self, logs: Path, workers_each: int = 1) -> None:
+    def __init__(self, logs: Path, workers_each: int = 1, nodes: str = "1:2") -> None:
         self._store = elastic.serve(0, "127.0.0.1")
         self.address = f"127.0.0.1:{self._store.port}"
-        self._logs, self._each = logs, workers_each
+        self._logs, self._each, self._nodes = logs, workers_each, nodes
         (logs / "agents").mkdir(parents=True)
         self.cluster = Cluster(Job(self._store.port, str(logs), total=10**6))  # reads the logs
         self.running: dict[str, subprocess.Popen[bytes]] = {}
@@ -51,7 +51,7 @@ class Agents:
         """Start an agent with a script, by default `torchrun_script.py`."""
         script = script or ("-m", "tests.elastic.torchrun_script", str(self._store.port), str(self._logs), str(10**6))
         options = (
-            f"--nnodes 1:2 --nproc-per-node {self._each} --max-restarts 3 --monitor-interval 0.1 "
+            f"--nnodes {self._nodes} --nproc-per-node {self._each} --max-restarts 3 --monitor-interval 0.1 "
             f"--rdzv-backend c10d --rdzv-id job-1 --rdzv-endpoint {self.address} --local-addr 127.0.0.1 "
             "--rdzv-conf is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
         )
@@ -132,7 +132,7 @@ def check_against_replay(agents: Agents, finals: int) -> None:
 
 
 def test_a_killed_worker_is_restarted_and_continues_from_the_last_commit(tmp_path):
-    with Agents(tmp_path / "logs", workers_each=2) as agents:
+    with Agents(tmp_path / "logs", workers_each=2, nodes="1") as agents:
         agents.start("a")
         agents.wait_until_all_train(2, "a")
         before = agents.workers()

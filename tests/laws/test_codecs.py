@@ -1,10 +1,9 @@
-"""The laws of codecs: each is one test over one list. To add a codec, add it to `CODECS`."""
+"""Laws that every codec satisfies: one test for each law, over the list `CODECS`."""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,96 +11,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
-from laconic.comm import Averaged, State, Tensors, dry, lockstep
+from laconic.codecs import Batched, ByShape, Codec, ErrorFeedback, Exact, LowRank
+from laconic.comm.dry import dry
+from laconic.comm.requests import State, Tensors
 from laconic.ledger import Ledger
-from tests.laws.world import World, at_once, carried, in_place, leaves, residuals, same_bits, side_by_side, true_mean
-
-CODECS: list[Codec] = [
-    Exact(),
-    Exact(wide=True),
-    Cast("bf16"),
-    Cast("fp16"),
-    LowRank(rank=2),
-    LowRank(rank=2, rounds="alternating"),
-    ErrorFeedback(Exact()),
-    ErrorFeedback(Cast("bf16")),
-    ErrorFeedback(Cast("fp16")),
-    ErrorFeedback(LowRank(rank=1)),
-    ErrorFeedback(LowRank(rank=2, rounds="alternating", min_compression=0)),
-    ByShape(LowRank(rank=1)),
-    ByShape(LowRank(rank=2)),
-    ByShape(LowRank(rank=4, min_compression=0)),
-    ByShape(LowRank(rank=1, rounds="alternating")),
-    ByShape(LowRank(rank=4, rounds="alternating", min_compression=1)),
-    ByShape(LowRank(rank=1, warm_start=False)),
-    ByShape(LowRank(rank=4, warm_start=False, seed=7)),
-    ByShape(ErrorFeedback(LowRank(rank=1))),
-    ByShape(ErrorFeedback(LowRank(rank=2))),
-    ByShape(ErrorFeedback(LowRank(rank=4))),
-    ByShape(ErrorFeedback(LowRank(rank=1, rounds="alternating"))),
-    ByShape(ErrorFeedback(LowRank(rank=4, rounds="alternating", min_compression=0))),
-    ByShape(ErrorFeedback(LowRank(rank=2, warm_start=False))),
-    ByShape(ErrorFeedback(LowRank(rank=2)), rest=Cast("bf16")),
-    ByShape(ErrorFeedback(LowRank(rank=2, rounds="alternating")), rest=ErrorFeedback(Cast("fp16"))),
-    ByShape(LowRank(rank=2), rest=Exact(wide=True)),
-    ErrorFeedback(ByShape(LowRank(rank=1, rounds="alternating"), rest=Cast("bf16"))),
-    ErrorFeedback(ByShape(LowRank(rank=2))),
-    ErrorFeedback(LowRank(rank=2), subtract="mean"),
-    ByShape(ErrorFeedback(LowRank(rank=2, rounds="alternating"), subtract="mean")),
-    Batched(LowRank(rank=2)),
-    Batched(ErrorFeedback(LowRank(rank=1))),
-    ErrorFeedback(Batched(LowRank(rank=4, rounds="alternating"))),
-]
-TENSOR_BY_TENSOR = [codec for codec in CODECS if "Batched" not in repr(codec)]
-"""Those that treat each tensor as if it were alone. `Batched` makes one matrix of what it is given together."""
-FEEDBACK = [codec for codec in CODECS if "ErrorFeedback" in repr(codec)]
-PLAIN_LOW_RANK = [codec for codec in TENSOR_BY_TENSOR if "LowRank" in repr(codec) and codec not in FEEDBACK]
-WARM = [codec for codec in PLAIN_LOW_RANK if "warm_start=False" not in repr(codec)]
-FUSED = [codec for codec in CODECS if "ErrorFeedback(codec=LowRank" in repr(codec) and "subtract" not in repr(codec)]
-"""Those that fused paths serve where the input may be overwritten: equal to the plain ones but for rounding."""
-COLD = [codec for codec in CODECS if "warm_start=False" in repr(codec)]
-
-each_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
-WORLDS = [(1, torch.float16), (2, torch.bfloat16), (3, torch.float64), (4, torch.float32)]
-each_world = pytest.mark.parametrize(("workers", "dtype"), WORLDS, ids=lambda x: str(x).removeprefix("torch."))
-half_and_single = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+from tests.laws.codecs import (
+    CODECS,
+    COLD,
+    FEEDBACK,
+    FUSED,
+    PLAIN_LOW_RANK,
+    RANK_DEFICIENT,
+    TENSOR_BY_TENSOR,
+    WARM,
+    assert_close,
+    each,
+    each_path,
+    each_world,
+    half_and_single,
+    rounding,
+    subtracts,
+)
+from tests.laws.world import World, carried, in_place, leaves, residuals, same_bits, side_by_side, true_mean
 
 
-def paths(codecs: Sequence[Codec]) -> pytest.MarkDecorator:
-    """Run a law on each codec, and again on the fused path of those that have one."""
-    ways = [(codec, reuse) for codec in codecs for reuse in ([False, True] if codec in FUSED else [False])]
-    ids = [f"{codec}{'-reuse' if reuse else ''}" for codec, reuse in ways]
-    return pytest.mark.parametrize(("codec", "reuse"), ways, ids=ids)
-
-
-RANK_DEFICIENT = {"deficient.weight", "one_row.weight"}
-"""Of less rank than their factors: rounding chooses what completes these, so two ways to compute them may part."""
-
-
-def rounding(codec: Codec, dtype: torch.dtype) -> float:
-    """The relative error that one rounding may make, on the coarsest of the types that take part."""
-    coarse = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    types = [dtype, *(each for word, each in coarse.items() if word in repr(codec))]
-    return max(torch.finfo(each).eps for each in types)
-
-
-def owes_by(codec: Codec) -> str:
-    return "mean" if "subtract='mean'" in repr(codec) else "own"
-
-
-def assert_close(got: Tensor, wanted: Tensor, relative: float, scale: Tensor | None = None) -> None:
-    """Compare within `relative` of the largest magnitude; so a zero tensor must be exactly zero."""
-    largest = (wanted if scale is None else scale).abs().max().item() if wanted.numel() else 0.0
-    torch.testing.assert_close(got.double(), wanted.double(), rtol=0, atol=relative * largest)
-
-
-def run(world: World, steps: Sequence[object], dtype: torch.dtype = torch.float32) -> list[Averaged]:
-    """Take several steps on fresh tensors and return each step's end on worker 0."""
-    return [world.average(world.inputs(step, dtype))[0] for step in steps]
-
-
-@paths(CODECS)
+@each_path(CODECS)
 @each_world
 def test_every_worker_ends_with_the_same_bits(codec: Codec, reuse: bool, workers: int, dtype: torch.dtype) -> None:
     world = World(codec, workers, reuse)
@@ -117,7 +51,7 @@ def test_every_worker_ends_with_the_same_bits(codec: Codec, reuse: bool, workers
             assert all(t.isfinite().all() for t in end.mean.values())
 
 
-@each_codec
+@each(CODECS)
 @each_world
 def test_own_parts_average_to_the_mean(codec: Codec, workers: int, dtype: torch.dtype) -> None:
     world = World(codec, workers)
@@ -130,9 +64,9 @@ def test_own_parts_average_to_the_mean(codec: Codec, workers: int, dtype: torch.
             assert_close(ends[0].mean[name], mean, 4 * rounding(codec, dtype), scale)
 
 
-@pytest.mark.parametrize("codec", TENSOR_BY_TENSOR, ids=repr)
+@each(TENSOR_BY_TENSOR)
 @each_world
-def test_what_loses_nothing_delivers_the_mean(codec: Codec, workers: int, dtype: torch.dtype) -> None:
+def test_lossless_codecs_return_the_mean(codec: Codec, workers: int, dtype: torch.dtype) -> None:
     world = World(codec, workers)
     inputs = world.inputs("once", dtype)
     mean, truth = world.average(inputs)[0].mean, true_mean(inputs)
@@ -144,54 +78,54 @@ def test_what_loses_nothing_delivers_the_mean(codec: Codec, workers: int, dtype:
             assert not mean[name].any()
 
 
-@each_codec
+@each(CODECS)
 @half_and_single
-def test_inputs_are_left_untouched(codec: Codec, dtype: torch.dtype) -> None:
+def test_inputs_are_not_changed(codec: Codec, dtype: torch.dtype) -> None:
     world = World(codec, 2)
     for step in range(2):
         inputs: Sequence[Tensors] = world.inputs(step, dtype)
-        if step == 1:  # memory that a codec could take as one
+        if step == 1:  # adjacent memory, which a codec could alias
             inputs = [side_by_side(given) for given in inputs]
         before = [{name: t.clone() for name, t in given.items()} for given in inputs]
-        for end in world.average(inputs, wire=in_place):
+        for end in world.average(inputs, runner=in_place):
             end.own()
             end.finite()
-            for t in end.mean.values():  # means are the receiver's to change
+            for t in end.mean.values():  # the caller may change the means
                 t.zero_()
         assert all(same_bits(given, was) for given, was in zip(inputs, before, strict=True))
 
 
-@each_codec
+@each(CODECS)
 @half_and_single
 def test_reusing_the_input_gives_the_same_means(codec: Codec, dtype: torch.dtype) -> None:
     keeps, reuses = World(codec, 2), World(codec, 2, reuse=True)
     for step in range(3):
         inputs = [side_by_side(given) for given in keeps.inputs(step, dtype)]
-        wanted, got = keeps.average(inputs), reuses.average(inputs, wire=in_place)
+        expected, got = keeps.average(inputs), reuses.average(inputs, runner=in_place)
         assert same_bits(got[0].mean, got[1].mean)
         if codec not in FUSED:
-            assert same_bits(got[0].mean, wanted[0].mean)
+            assert same_bits(got[0].mean, expected[0].mean)
             continue
         for name in set(inputs[0]) - RANK_DEFICIENT:
             scale = torch.stack([given[name] for given in inputs])
-            assert_close(got[0].mean[name], wanted[0].mean[name], 64 * rounding(codec, dtype), scale)
+            assert_close(got[0].mean[name], expected[0].mean[name], 64 * rounding(codec, dtype), scale)
 
 
-@each_codec
+@each(CODECS)
 @half_and_single
-def test_a_wire_may_answer_in_the_memory_it_was_given(codec: Codec, dtype: torch.dtype) -> None:
+def test_collectives_may_reduce_in_place(codec: Codec, dtype: torch.dtype) -> None:
     apart, over = World(codec, 2), World(codec, 2)
     for step in range(3):
         inputs = apart.inputs(step, dtype)
-        for a, b in zip(apart.average(inputs), over.average(inputs, wire=in_place), strict=True):
+        for a, b in zip(apart.average(inputs), over.average(inputs, runner=in_place), strict=True):
             assert same_bits(a.mean, b.mean)
             assert same_bits(a.own(), b.own())
         assert all(same_bits(a, b) for a, b in zip(apart.states, over.states, strict=True))
 
 
-@pytest.mark.parametrize("codec", [codec for codec in FEEDBACK if not isinstance(codec, Batched)], ids=repr)
+@each([codec for codec in FEEDBACK if not isinstance(codec, Batched)])
 @each_world
-def test_sent_and_residual_make_the_truth(codec: Codec, workers: int, dtype: torch.dtype) -> None:
+def test_sent_plus_residual_equals_the_sum_of_inputs(codec: Codec, workers: int, dtype: torch.dtype) -> None:
     world = World(codec, workers)
     names = carried(codec)
     sent: list[dict[str, Any]] = [dict.fromkeys(names, 0.0) for _ in range(workers)]
@@ -200,67 +134,69 @@ def test_sent_and_residual_make_the_truth(codec: Codec, workers: int, dtype: tor
     for step in range(12):
         inputs = world.inputs(step, dtype)
         for worker, end in enumerate(world.average(inputs)):
-            said = end.mean if owes_by(codec) == "mean" else end.own()
+            subtracted = end.mean if subtracts(codec) == "mean" else end.own()
             for name, t in inputs[worker].items():
-                sent[worker][name] += said[name].double()
+                sent[worker][name] += subtracted[name].double()
                 truth[worker][name] += t.double()
                 size[name] += t.double().abs()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for worker, state in enumerate(world.states):
-        owed = residuals(state)
-        assert "square.weight" in owed
+        by_name = residuals(state)
+        assert "square.weight" in by_name
         everything = torch.cat([torch.as_tensor(size[name]).reshape(-1) for name in names])
-        for name, residual in owed.items():
+        for name, residual in by_name.items():
             scale = size[name] if codec in TENSOR_BY_TENSOR else everything
             assert residual.dtype == wide
             assert_close(sent[worker][name] + residual, truth[worker][name], 8 * torch.finfo(wide).eps, scale)
 
 
-@paths([codec for codec in FUSED if codec in TENSOR_BY_TENSOR])
-def test_means_and_mean_residuals_make_the_true_mean(codec: Codec, reuse: bool) -> None:
+@each_path([codec for codec in FUSED if codec in TENSOR_BY_TENSOR])
+def test_means_plus_mean_residuals_equal_the_true_mean(codec: Codec, reuse: bool) -> None:
     world = World(codec, 3, reuse)
-    heard: dict[str, Any] = dict.fromkeys(carried(codec), 0.0)
+    sent: dict[str, Any] = dict.fromkeys(carried(codec), 0.0)
     truth: dict[str, Any] = dict.fromkeys(carried(codec), 0.0)
     for step in range(8):
         inputs = world.inputs(step)
         for name, mean in world.average(inputs)[0].mean.items():
-            heard[name] += mean.double()
+            sent[name] += mean.double()
             truth[name] += torch.stack([given[name].double() for given in inputs]).mean(0)
-    owed = true_mean([residuals(state) for state in world.states])
-    assert "square.weight" in owed
+    mean_residual = true_mean([residuals(state) for state in world.states])
+    assert "square.weight" in mean_residual
     for name in ("square.weight", "twin.weight", "odd.weight", "conv.weight"):
-        assert_close(heard[name] + owed[name], truth[name], 1e-5, torch.stack([heard[name], owed[name]]))
+        assert_close(
+            sent[name] + mean_residual[name], truth[name], 1e-5, torch.stack([sent[name], mean_residual[name]])
+        )
 
 
 def residual_norms(codec: Codec, reuse: bool, steps: int) -> list[float]:
-    """The norm of worker 0's residual, step by step, on data that differs between workers."""
+    """Return the norm of worker 0's residual after each step, on data that differs between workers."""
     world = World(codec, 2, reuse)
     shapes = {"w": (24, 20), **({"b": (7,)} if codec.accepts(torch.Size([7])) else {})}
-    generator = torch.Generator().manual_seed(len(repr(codec)))  # any
-    own_taste = [{n: torch.randn(s, generator=generator) for n, s in shapes.items()} for _ in range(2)]
+    generator = torch.Generator().manual_seed(len(repr(codec)))
+    constant = [{n: torch.randn(s, generator=generator) for n, s in shapes.items()} for _ in range(2)]
     norms = []
     for _ in range(steps):
         noise = [{n: torch.randn(s, generator=generator) for n, s in shapes.items()} for _ in range(2)]
-        world.average([{n: a[n] + b[n] for n in shapes} for a, b in zip(own_taste, noise, strict=True)])
+        world.average([{n: a[n] + b[n] for n in shapes} for a, b in zip(constant, noise, strict=True)])
         norms.append(math.sqrt(sum(float(r.square().sum()) for r in residuals(world.states[0]).values())))
     return norms
 
 
-@paths(FEEDBACK)
-def test_residuals_stay_bounded_and_by_the_shared_mean_they_do_not(codec: Codec, reuse: bool) -> None:
+@each_path(FEEDBACK)
+def test_residuals_are_bounded_unless_the_mean_is_subtracted(codec: Codec, reuse: bool) -> None:
     norms = residual_norms(codec, reuse, 300)
     early, late = max(norms[:100]), max(norms[200:])
     if codec == ErrorFeedback(Exact()):
         assert early == late == 0
-    elif owes_by(codec) == "own":
+    elif subtracts(codec) == "own":
         assert 0 < late < 1.5 * early
     else:
-        assert late > 2.5 * early  # linear: three times as many steps, three times as much
+        assert late > 2.5 * early  # linear growth: three times as much after three times as many steps
 
 
-@each_codec
+@each(CODECS)
 @half_and_single
-def test_planned_bytes_are_the_real_bytes(codec: Codec, dtype: torch.dtype) -> None:
+def test_planned_bytes_equal_the_recorded_bytes(codec: Codec, dtype: torch.dtype) -> None:
     world, plan, state = World(codec, 3), Ledger(), State()
     for step in range(2):
         inputs = world.inputs(step, dtype)
@@ -269,149 +205,37 @@ def test_planned_bytes_are_the_real_bytes(codec: Codec, dtype: torch.dtype) -> N
         dry(codec.average(meta, state), plan, 3, phase="test")
     assert list(plan.entries) == list(world.ledger.entries)
     assert plan.payload_bytes > 0
-    assert not any(entry.payload_bytes == 0 for entry in plan.entries)  # no collective for nothing
+    assert not any(entry.payload_bytes == 0 for entry in plan.entries)  # no collective of an empty tensor
 
 
-@paths(CODECS)
-@half_and_single
-def test_a_resumed_run_takes_the_same_steps(codec: Codec, reuse: bool, dtype: torch.dtype) -> None:
-    world = World(codec, 2, reuse)
-    run(world, range(3), dtype)
-    resumed = World(codec, 2, reuse, states=copy.deepcopy(world.states))
-    for step in range(3, 6):
-        inputs = world.inputs(step, dtype)
-        for a, b in zip(world.average(inputs), resumed.average(inputs), strict=True):
-            assert same_bits(a.mean, b.mean)
-    assert all(same_bits(a, b) for a, b in zip(world.states, resumed.states, strict=True))
-
-
-@pytest.mark.parametrize("codec", TENSOR_BY_TENSOR, ids=repr)
-def test_state_is_a_nest_of_dicts_keyed_by_parameter(codec: Codec) -> None:
-    world = World(codec, 2)
-    run(world, range(3))
-    for state in world.states:
-        for path, leaf in leaves(state):
-            assert path[-1] in carried(codec)
-            assert type(leaf) in (int, Tensor)
-            assert not (isinstance(leaf, Tensor) and leaf.requires_grad)
-
-
-@pytest.mark.parametrize("codec", TENSOR_BY_TENSOR, ids=repr)
-@half_and_single
-def test_the_layout_of_buckets_does_not_matter(codec: Codec, dtype: torch.dtype) -> None:
-    whole, split = World(codec, 2), World(codec, 2)
-    names = carried(codec)
-    for step in range(4):  # another layout at each step
-        inputs = whole.inputs(step, dtype)
-        wanted = whole.average(inputs)[0]
-        for bucket in (names[step :: step + 1], [name for name in names if name not in names[step :: step + 1]]):
-            got = split.average([{name: given[name] for name in bucket} for given in inputs])[0]
-            for name in bucket:
-                assert_close(got.mean[name], wanted.mean[name], 64 * rounding(codec, dtype), inputs[0][name])
-
-
-@each_codec
-@half_and_single
-def test_buckets_may_be_in_flight_at_once(codec: Codec, dtype: torch.dtype) -> None:
-    alone, together = World(codec, 2), World(codec, 2)
-    names = carried(codec)
-    buckets = [names[:2], names[2:5], names[5:]]
-    for step in range(3):
-        inputs = alone.inputs(step, dtype)
-        wanted: dict[str, Tensor] = {}
-        for bucket in buckets:
-            wanted |= alone.average([{name: given[name] for name in bucket} for given in inputs])[0].mean
-        exchanges = [
-            at_once([codec.average({name: given[name] for name in bucket}, state) for bucket in buckets])
-            for given, state in zip(inputs, together.states, strict=True)
-        ]
-        assert same_bits(lockstep(exchanges)[0].mean, wanted)
-    assert all(same_bits(a, b) for a, b in zip(alone.states, together.states, strict=True))
-
-
-def spoilt(inputs: Sequence[Tensors], bad: float, only: str | None = None) -> list[dict[str, Tensor]]:
-    """Put one bad number on the last worker: into each tensor, or into one."""
-    result = [dict(given) for given in inputs]
-    for name, t in inputs[-1].items():
-        if t.numel() and only in (None, name):
-            flat = t.reshape(-1).clone()
-            flat[flat.numel() // 2] = bad
-            result[-1][name] = flat.view(t.shape)
-    return result
-
-
-@paths(CODECS)
-@pytest.mark.parametrize(
-    ("bad", "good_steps"),  # an even number, and alternating is at P; an odd one, and it is at Q
-    [(math.nan, 2), (math.inf, 3), (-math.inf, 2)],
-)
-def test_a_step_that_is_not_finite_leaves_no_trace(codec: Codec, reuse: bool, bad: float, good_steps: int) -> None:
-    world = World(codec, 2, reuse)
-    run(world, range(good_steps))
-    before = copy.deepcopy(world.states)
-    ends = world.average(spoilt(world.inputs("bad"), bad))
-    assert not any(bool(end.finite()) for end in ends)
-    assert all(same_bits(a, b) for a, b in zip(world.states, before, strict=True))
-    unspoilt = World(codec, 2, reuse, states=before)
-    for a, b in zip(run(world, range(10, 13)), run(unspoilt, range(10, 13)), strict=True):
-        assert same_bits(a.mean, b.mean)
-        assert all(t.isfinite().all() for t in a.mean.values())
-
-
-def one_bad_tensor() -> Iterator[Any]:
-    for codec in CODECS:
-        for name in [each for each in ("square.weight", "bias") if each in carried(codec)]:
-            yield pytest.param(codec, name, id=f"{name}-{codec}")
-
-
-@pytest.mark.parametrize(("codec", "name"), list(one_bad_tensor()))
-def test_one_bad_tensor_voids_the_step_for_all(codec: Codec, name: str) -> None:
-    world = World(codec, 2)
-    run(world, range(2))
-    before = copy.deepcopy(world.states)
-    ends = world.average(spoilt(world.inputs("bad"), math.nan, only=name))
-    assert not any(bool(end.finite()) for end in ends)
-    assert all(same_bits(a, b) for a, b in zip(world.states, before, strict=True))
-
-
-@each_codec
-def test_a_first_step_that_is_not_finite_leaves_no_trace(codec: Codec) -> None:
-    spoilt_first, fresh = World(codec, 2), World(codec, 2)
-    spoilt_first.average(spoilt(fresh.inputs("bad"), math.nan))
-    for a, b in zip(run(spoilt_first, range(4)), run(fresh, range(4)), strict=True):
-        everything = torch.cat([t.reshape(-1) for t in b.mean.values()])
-        for name in set(a.mean) - RANK_DEFICIENT:
-            assert_close(a.mean[name], b.mean[name], 64 * rounding(codec, torch.float32), everything)
-
-
-@each_codec
+@each(CODECS)
 @pytest.mark.parametrize("workers", [2, 3])
-def test_workers_that_agree_hear_what_one_alone_would(codec: Codec, workers: int) -> None:
+def test_equal_inputs_give_the_result_of_one_worker(codec: Codec, workers: int) -> None:
     many, alone = World(codec, workers), World(codec, 1)
     for step in range(3):
         inputs = alone.inputs(step)
-        wanted = alone.average(inputs)[0]
+        expected = alone.average(inputs)[0]
         for end in many.average(inputs * workers):
-            assert same_bits(end.mean, wanted.mean)
-            assert same_bits(end.own(), wanted.own())
+            assert same_bits(end.mean, expected.mean)
+            assert same_bits(end.own(), expected.own())
 
 
-@pytest.mark.parametrize("codec", [codec for codec in CODECS if "fp16" not in repr(codec)], ids=repr)
+@each([codec for codec in CODECS if "fp16" not in repr(codec)])
 @pytest.mark.parametrize("scale", [2.0**-67, 2.0**67], ids=["1e-20", "1e20"])
 def test_the_scale_of_the_input_does_not_matter(codec: Codec, scale: float) -> None:
     world, scaled = World(codec, 3), World(codec, 3)
     for step in range(4):
         inputs = [{name: t.contiguous() for name, t in given.items()} for given in world.inputs(step)]
-        wanted = world.average(inputs)
+        expected = world.average(inputs)
         got = scaled.average([{name: t * scale for name, t in given.items()} for given in inputs])
-        for a, b in zip(got, wanted, strict=True):
+        for a, b in zip(got, expected, strict=True):
             assert bool(a.finite())
-            for name in b.mean:  # a power of two changes no digit
+            for name in b.mean:  # a power of two changes only the exponent
                 assert torch.equal(a.mean[name], b.mean[name] * scale)
 
 
 def decaying(seed: int, workers: int) -> tuple[list[dict[str, Tensor]], Tensor]:
-    """Matrices, different on each worker, whose mean has singular values 1, 1/2, 1/4, ..., and this mean."""
+    """Return different matrices for each worker whose mean has singular values 1, 1/2, 1/4, ..., and this mean."""
     generator = torch.Generator().manual_seed(seed)
     u, v = (torch.linalg.qr(torch.randn(24, 24, generator=generator, dtype=torch.float64)).Q for _ in range(2))
     mean = u @ torch.diag(2.0 ** -torch.arange(24.0, dtype=torch.float64)) @ v.T
@@ -427,7 +251,7 @@ def low_rank_of(codec: Codec) -> LowRank:
     return inner
 
 
-@pytest.mark.parametrize("codec", WARM, ids=repr)
+@each(WARM)
 @pytest.mark.parametrize("workers", [1, 4])
 def test_a_warm_start_converges_to_the_best_approximation(codec: Codec, workers: int) -> None:
     inputs, mean = decaying(workers, workers)
@@ -441,8 +265,8 @@ def test_a_warm_start_converges_to_the_best_approximation(codec: Codec, workers:
     torch.testing.assert_close(world.average(inputs)[0].mean["square.weight"], best, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("codec", COLD, ids=repr)
-def test_a_cold_start_begins_anew_at_every_turn(codec: Codec) -> None:
+@each(COLD)
+def test_a_cold_start_draws_new_factors_at_every_call(codec: Codec) -> None:
     inputs, _ = decaying(0, 2)
     world = World(codec, 2)
     means = [world.average(inputs)[0].mean["square.weight"] for _ in range(6)]
@@ -451,11 +275,11 @@ def test_a_cold_start_begins_anew_at_every_turn(codec: Codec) -> None:
     assert not any("q" in path for state in states for path in state)
 
 
-@pytest.mark.parametrize("codec", PLAIN_LOW_RANK, ids=repr)
-def test_what_fits_the_rank_arrives_whole(codec: Codec) -> None:
+@each(PLAIN_LOW_RANK)
+def test_matrices_within_the_rank_are_exact(codec: Codec) -> None:
     world = World(codec, 1)
     inputs = world.inputs("fixed")
-    world.average(inputs)  # alternating has heard nothing of the rows yet
+    world.average(inputs)  # alternating rounds need one call for each factor
     mean = world.average(inputs)[0].mean
     for name in ("deficient.weight", "zero.weight", "one_row.weight"):
         assert_close(mean[name], inputs[0][name], 1e-5)

@@ -1,4 +1,4 @@
-"""A world of workers in one process, and tensors of every awkward kind to hand to them."""
+"""Workers in one process, and tensors of unusual kinds for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from laconic.codecs import Codec
-from laconic.comm import Averaged, Exchange, Mean, State, Tensors, lockstep
+from laconic.comm.lockstep import lockstep
+from laconic.comm.requests import Averaged, Exchange, Mean, State, Tensors
 from laconic.ledger import Ledger
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -20,7 +21,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "odd.weight": (17, 29),
     "deficient.weight": (20, 30),
     "zero.weight": (16, 18),
-    "one_row.weight": (19, 21),  # an embedding of which one row was used
+    "one_row.weight": (19, 21),  # the gradient of an embedding of which one row was used
     "conv.weight": (16, 8, 3, 3),  # channels_last
     "turned.weight": (31, 16),  # every second row of a transposed view
     "narrow.weight": (3, 2),
@@ -34,7 +35,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 def tensors(
     seed: object, dtype: torch.dtype = torch.float32, names: Sequence[str] = tuple(SHAPES)
 ) -> dict[str, Tensor]:
-    """Make one worker's tensors: random, and awkward as their names say. `seed` may be any printable value."""
+    """Return one worker's tensors: random, of the kinds that their names give. `seed` may be any printable value."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
 
     def normal(*shape: int) -> Tensor:
@@ -50,15 +51,15 @@ def tensors(
 
 
 def carried(codec: Codec) -> list[str]:
-    """Name the tensors that a codec takes: all, or the matrices."""
+    """Return the names of the tensors that a codec accepts: all, or the matrices."""
     return [name for name, shape in SHAPES.items() if codec.accepts(torch.Size(shape))]
 
 
-Wire = Callable[[Sequence[Exchange]], list[Averaged]]
+Runner = Callable[[Sequence[Exchange]], list[Averaged]]
 
 
 def in_place(exchanges: Sequence[Exchange]) -> list[Averaged]:
-    """Answer as a process group does: over the memory that the codec gave away."""
+    """Run exchanges as a process group does: write the mean over the memory of the request."""
     requests = [next(exchange, None) for exchange in exchanges]
     ends: list[Averaged] = []
     while not ends:
@@ -74,13 +75,13 @@ def in_place(exchanges: Sequence[Exchange]) -> list[Averaged]:
 
 
 def at_once(exchanges: Sequence[Exchange]) -> Exchange:
-    """Put several exchanges of one worker on the wire together: all ask before any is answered."""
+    """Run several exchanges of one worker concurrently: all requests of a round before the first answer."""
     waiting = {exchange: next(exchange, None) for exchange in exchanges}
     ends: list[Averaged] = []
     while waiting:
         answers = []
         for exchange, request in waiting.items():
-            assert request is not None, "give it exchanges that ask for something"
+            assert request is not None, "every exchange must make a request"
             answers.append((exchange, (yield request)))
         waiting = {}
         for exchange, answer in answers:
@@ -99,42 +100,42 @@ class World:
     codec: Codec
     workers: int
     reuse: bool = False
-    """Whether codecs may overwrite their inputs. Fused paths serve only those who say so."""
+    """Whether codecs may overwrite their inputs, which fused paths need."""
     ledger: Ledger = field(default_factory=Ledger)
     states: list[State] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.states = self.states or [{} for _ in range(self.workers)]
 
-    def average(self, inputs: Sequence[Tensors], *, wire: Wire | None = None) -> list[Averaged]:
-        """Let every worker average its input with the others'."""
+    def average(self, inputs: Sequence[Tensors], *, runner: Runner | None = None) -> list[Averaged]:
+        """Average the inputs of all workers."""
         if self.reuse:
-            inputs = [side_by_side(given) for given in inputs]  # copies, so the caller's stay as they are
+            inputs = [side_by_side(given) for given in inputs]  # copies: the caller's tensors do not change
         exchanges = [
             self.codec.average(given, state, reuse=self.reuse) for given, state in zip(inputs, self.states, strict=True)
         ]
-        return lockstep(exchanges, self.ledger) if wire is None else wire(exchanges)
+        return lockstep(exchanges, self.ledger) if runner is None else runner(exchanges)
 
     def inputs(self, seed: object, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
-        """Make fresh tensors for each worker, of all kinds that the codec takes."""
+        """Return new tensors for each worker, of all kinds that the codec accepts."""
         names = carried(self.codec)
         return [tensors((seed, self.codec, worker), dtype, names) for worker in range(self.workers)]
 
 
 def side_by_side(given: Tensors) -> dict[str, Tensor]:
-    """Copy tensors to where DDP keeps those of a bucket: views of one flat buffer."""
+    """Copy tensors into views of one flat buffer, as in a DDP bucket."""
     flat = torch.cat([t.reshape(-1) for t in given.values()])
     pieces = flat.split([t.numel() for t in given.values()])
     return {name: piece.view(t.shape) for (name, t), piece in zip(given.items(), pieces, strict=True)}
 
 
 def true_mean(inputs: Sequence[Tensors]) -> dict[str, Tensor]:
-    """The exact mean, in float64."""
+    """Return the exact mean in float64."""
     return {name: torch.stack([given[name].double() for given in inputs]).mean(0) for name in inputs[0]}
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Compare nests of dicts, tensors and numbers bit for bit."""
+    """Compare trees of dicts, tensors and numbers bit by bit."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -143,19 +144,19 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """A tensor's bytes: a NaN equals itself, and 0 is not -0."""
+    """Return a tensor's bytes: a NaN equals itself, and 0 differs from -0."""
     return x.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
-def leaves(nest: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Walk a state: the path to each leaf, and the leaf."""
-    if isinstance(nest, Mapping):
-        for key, value in nest.items():
+def leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the path to each leaf of a state, and the leaf."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
             yield from leaves(value, (*path, key))
     else:
-        yield path, nest
+        yield path, tree
 
 
 def residuals(state: State) -> dict[str, Tensor]:
-    """Everything that a state still owes, by the tensor's name."""
+    """Return all residuals of a state by tensor name."""
     return {path[-1]: leaf for path, leaf in leaves(state) if "residual" in path}

@@ -11,7 +11,7 @@ from laconic.plans.outer import Adopt, Nesterov, Optim
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_adopting_moves_the_anchor_in_place_by_the_mean_delta(dtype: torch.dtype) -> None:
+def test_adopt_subtracts_the_mean_delta_in_place(dtype: torch.dtype) -> None:
     weights = [torch.tensor([1.0, 4.0], dtype=dtype), torch.tensor([3.0, 0.0], dtype=dtype)]
     anchor = {"w": torch.tensor([8.0, 8.0], dtype=dtype), "other": torch.ones(1)}
     held = anchor["w"]
@@ -29,7 +29,7 @@ def test_the_anchor_keeps_its_dtype() -> None:
     assert anchor["w"].tolist() == [0.5, 0.5]
 
 
-def test_adopting_remembers_nothing() -> None:
+def test_adopt_keeps_no_state() -> None:
     state: dict[str, object] = {}
     Adopt().step({"w": torch.ones(2)}, {"w": torch.ones(2)}, state)
     assert state == {}
@@ -48,7 +48,7 @@ def _two(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_nesterov_is_torchs_sgd_with_nesterov(momentum: float) -> None:
+def test_nesterov_equals_torch_sgd_with_nesterov(momentum: float) -> None:
     ours, theirs = _two(), {name: t.clone() for name, t in _two().items()}
     state: dict[str, object] = {}
     optimizer = torch.optim.SGD(theirs.values(), lr=0.7, momentum=momentum, nesterov=momentum > 0)
@@ -63,8 +63,8 @@ def test_nesterov_is_torchs_sgd_with_nesterov(momentum: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "RMSprop"])
-def test_any_torch_optimizer_in_parts_is_that_optimizer(name: str) -> None:
-    """Buckets and fragments step one after the other; what the optimizer remembers is kept by name between them."""
+def test_stepping_parts_one_by_one_equals_the_torch_optimizer(name: str) -> None:
+    """Buckets and fragments step one after the other; the optimizer's state is kept by name between them."""
     ours, theirs = _two(), {key: t.clone() for key, t in _two().items()}
     state: dict[str, object] = {}
     optimizer = getattr(torch.optim, name)(theirs.values(), lr=0.1)
@@ -87,7 +87,7 @@ def test_outer_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: Nesterov(lr=-1), "lr must be a number from 0 up"),
         (lambda: Nesterov(momentum=1.0), "momentum must be a number from 0 to below 1"),
@@ -97,6 +97,6 @@ def test_outer_values() -> None:
         (lambda: Optim("SGD", [1.0]), "options are the optimizer's keywords"),  # type: ignore[arg-type]
     ],
 )
-def test_outer_steps_that_cannot_be_meant_are_refused(make: Callable[[], object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_outer_steps_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make()

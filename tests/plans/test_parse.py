@@ -1,4 +1,4 @@
-"""Values as text: read back without running anything, or refused with a PlanError that says why."""
+"""Values as text: parsed without evaluating anything, or refused with a PlanError that gives the reason."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ anything = st.recursive(
 
 @given(anything)
 @settings(deadline=None, max_examples=200)
-def test_what_a_value_prints_reads_back_as_that_value(value: Leaf | Tree) -> None:
+def test_the_repr_of_a_value_parses_to_that_value(value: Leaf | Tree) -> None:
     assert parse(repr(value), NAMES) == value
 
 
@@ -83,7 +83,7 @@ def test_defaults_are_left_out(value: Leaf | Tree, text: str) -> None:
         "Leaf(0x3)",
     ],
 )
-def test_ways_to_write_it(text: str) -> None:
+def test_equivalent_texts(text: str) -> None:
     assert parse(text, NAMES) == Leaf(3)
 
 
@@ -102,8 +102,8 @@ REFUSED = {
     "Leaf(": f"'Leaf(' is not a plan: '(' was never closed. Write a call, {EXAMPLE}",
     "Leaf(1); Leaf(2)": f"'Leaf(1); Leaf(2)' is not a plan: invalid syntax. Write a call, {EXAMPLE}",
     "import os": f"'import os' is not a plan: invalid syntax. Write a call, {EXAMPLE}",
-    "Leaf": "'Leaf': Leaf is written as a call: Leaf().",
-    "Tree(Leaf)": "'Tree(Leaf)': Leaf is written as a call: Leaf().",
+    "Leaf": "'Leaf': Leaf must be a call. Write Leaf().",
+    "Tree(Leaf)": "'Tree(Leaf)': Leaf must be a call. Write Leaf().",
     "Laef(1)": "'Laef(1)': there is no 'Laef'. Did you mean Leaf?",
     "Tree(Treee(1))": "'Tree(Treee(1))': there is no 'Treee'. Did you mean Tree?",
     "Quux(1)": "'Quux(1)': there is no 'Quux'. There are: Leaf, Tree.",
@@ -117,13 +117,15 @@ REFUSED = {
     ),
     "Tree()": "'Tree()': Tree: missing a required argument: 'left'. It is Tree(left, right).",
     "Tree(1, 2, 3)": "'Tree(1, 2, 3)': Tree: too many positional arguments. It is Tree(left, right).",
-    "Leaf(**{'size': 1})": "\"Leaf(**{'size': 1})\": ** is not understood. Write each argument by its name.",
-    "Leaf(size)": (f"'Leaf(size)': cannot read 'size'. A plan is made of calls, numbers and quoted words, {EXAMPLE}"),
+    "Leaf(**{'size': 1})": "\"Leaf(**{'size': 1})\": ** is not supported. Write each argument by its name.",
+    "Leaf(size)": (
+        f"'Leaf(size)': cannot read 'size'. A plan consists of calls, numbers and quoted strings, {EXAMPLE}"
+    ),
 }
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_is_refused_is_told_why(text: str) -> None:
+def test_invalid_text_is_refused_with_a_reason(text: str) -> None:
     with pytest.raises(PlanError) as error:
         parse(text, NAMES)
     assert str(error.value) == REFUSED[text]
@@ -234,6 +236,6 @@ def test_any_text_is_a_value_or_a_plan_error(text: str) -> None:
 
 
 @pytest.mark.parametrize("value", [5, None, ["Leaf(1)"]])
-def test_what_is_no_text_is_refused(value: Any) -> None:
+def test_values_that_are_not_text_are_refused(value: Any) -> None:
     with pytest.raises((PlanError, TypeError)):
         parse(value, NAMES)

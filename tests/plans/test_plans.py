@@ -1,4 +1,4 @@
-"""Plans: values that print as the code that makes them, and read back from it."""
+"""Plans: values that print as the code that makes them, and parse from that text."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ plans = st.one_of(
 
 @given(plans)
 @settings(deadline=None, max_examples=300)
-def test_a_plan_reads_back_from_what_it_prints(plan: Plan) -> None:
+def test_the_repr_of_a_plan_parses_to_that_plan(plan: Plan) -> None:
     again = laconic.plan(repr(plan))
     assert again == plan
     assert hash(again) == hash(plan)
@@ -74,7 +74,7 @@ def test_a_plan_reads_back_from_what_it_prints(plan: Plan) -> None:
 
 @given(plans, plans)
 @settings(deadline=None, max_examples=100)
-def test_plans_that_print_alike_are_equal_and_equal_ones_hash_alike(a: Plan, b: Plan) -> None:
+def test_equal_reprs_mean_equal_plans_and_equal_plans_have_equal_hashes(a: Plan, b: Plan) -> None:
     assert a == b or repr(a) != repr(b)
     assert a != b or hash(a) == hash(b)
 
@@ -107,7 +107,7 @@ PRINTED = {
 
 
 @pytest.mark.parametrize("text", PRINTED)
-def test_prints_by_the_name_that_people_know(text: str) -> None:
+def test_prints_as_its_named_method(text: str) -> None:
     assert repr(PRINTED[text]) == text
     assert laconic.plan(text) == PRINTED[text]
 
@@ -126,7 +126,7 @@ def test_all_of_them_differ() -> None:
         (" Plan(\n codec=laconic.Cast('bf16'),\n)", Plan(codec=Cast("bf16"))),
     ],
 )
-def test_other_ways_to_write_it(text: str, plan: Plan) -> None:
+def test_equivalent_texts(text: str, plan: Plan) -> None:
     assert laconic.plan(text) == plan
 
 
@@ -136,7 +136,7 @@ def test_a_plan_is_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "talks"),
+    ("plan", "expected"),
     [
         (ddp(), [("gradient", Exact())] * 4),
         (Plan(Every(1, start=3), Cast("bf16")), [("gradient", Exact())] * 2 + [("gradient", Cast("bf16"))] * 2),
@@ -144,9 +144,9 @@ def test_a_plan_is_frozen() -> None:
         (Plan(PostLocal(2, 1), Cast("fp16")), [("gradient", Exact())] + [("weights", Cast("fp16"))] * 3),
     ],
 )
-def test_what_is_said_at_each_step(plan: Plan, talks: list[tuple[str, Codec] | None]) -> None:
-    said = [[(sync.payload, plan.codec_of(sync, step)) for sync in plan.syncs_at(step)] for step in range(1, 5)]
-    assert said == [[] if talk is None else [(Payload(talk[0]), talk[1])] for talk in talks]
+def test_payload_and_codec_at_each_step(plan: Plan, expected: list[tuple[str, Codec] | None]) -> None:
+    syncs = [[(sync.payload, plan.codec_of(sync, step)) for sync in plan.syncs_at(step)] for step in range(1, 5)]
+    assert syncs == [[] if sync is None else [(Payload(sync[0]), sync[1])] for sync in expected]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_what_is_said_at_each_step(plan: Plan, talks: list[tuple[str, Codec] | N
         (Plan(PostLocal(9, 4), ByShape(LowRank(1))), True, True),
     ],
 )
-def test_weights_part_and_anchors_are_needed(plan: Plan, local: bool, needs_anchor: bool) -> None:
+def test_local_and_needs_anchor(plan: Plan, local: bool, needs_anchor: bool) -> None:
     assert (plan.local, plan.needs_anchor) == (local, needs_anchor)
 
 
@@ -169,7 +169,7 @@ RULES = {
     "power_sdg(rank=2)": "'power_sdg(rank=2)': there is no 'power_sdg'. Did you mean power_sgd?",
     "dpp()": "'dpp()': there is no 'dpp'. Did you mean ddp?",
     "Plan(codec=LowRnk(rank=2))": "'Plan(codec=LowRnk(rank=2))': there is no 'LowRnk'. Did you mean LowRank?",
-    "power_sgd": "'power_sgd': power_sgd is written as a call: power_sgd().",
+    "power_sgd": "'power_sgd': power_sgd must be a call. Write power_sgd().",
     "power_sgd(ranks=2)": (
         "'power_sgd(ranks=2)': power_sgd: got an unexpected keyword argument 'ranks'. It is power_sgd(rank=4, start=1, "
         "min_compression=2, rounds='alternating', feedback=True, warm_start=True, seed=0)."
@@ -195,23 +195,23 @@ RULES = {
         "To send all bits, use Exact()."
     ),
     "LowRank(rank=4)": (
-        "'LowRank(rank=4)' is a LowRank, and a part of a plan at most. "
+        "'LowRank(rank=4)' is a LowRank, which can only be a part of a plan. "
         "Write a method such as power_sgd(rank=4), or Plan(schedule=..., codec=...)."
     ),
     "4": (
-        "'4' is a int, and a part of a plan at most. "
+        "'4' is a int, which can only be a part of a plan. "
         "Write a method such as power_sgd(rank=4), or Plan(schedule=..., codec=...)."
     ),
     "train quickly": "'train quickly' is not a plan: invalid syntax. Write a call, such as power_sgd(rank=4).",
     "power_sgd(rank=four)": (
-        "'power_sgd(rank=four)': cannot read 'four'. A plan is made of calls, numbers and quoted words, "
+        "'power_sgd(rank=four)': cannot read 'four'. A plan consists of calls, numbers and quoted strings, "
         "such as power_sgd(rank=4)."
     ),
 }
 
 
 @pytest.mark.parametrize("text", RULES)
-def test_text_that_is_no_plan_is_told_why(text: str) -> None:
+def test_invalid_text_is_refused_with_a_reason(text: str) -> None:
     with pytest.raises(PlanError) as error:
         laconic.plan(text)
     assert str(error.value) == RULES[text]
@@ -235,7 +235,7 @@ def test_text_that_is_no_plan_is_told_why(text: str) -> None:
         "power_sgd(seed=[1])",
     ],
 )
-def test_parts_that_do_not_fit_are_refused(text: str) -> None:
+def test_invalid_parts_are_refused(text: str) -> None:
     with pytest.raises(PlanError):
         laconic.plan(text)
 
@@ -248,7 +248,7 @@ def test_parts_are_checked_in_code_too(part: Literal["schedule", "codec", "outer
 
 
 @pytest.mark.parametrize("text", ["power_sgd(rank='4')", "power_sgd(rank=None)", "power_sgd(min_compression='2')"])
-def test_values_of_the_wrong_type_are_told_why(text: str) -> None:
+def test_values_of_the_wrong_type_are_refused_with_a_reason(text: str) -> None:
     with pytest.raises(PlanError, match=r"LowRank\((rank|min_compression)="):
         laconic.plan(text)
 
@@ -274,11 +274,11 @@ def test_local_methods_print_as_they_are_written(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["outer=Nesterov()", "topology=Groups(2)", "buffers='keep'", "optimizer_state='reset'"]
+    "option", ["outer=Nesterov()", "topology=Groups(2)", "buffers='keep'", "optimizer_state='reset'"]
 )
-def test_what_only_rounds_of_weights_have_is_refused_without_them(word: str) -> None:
+def test_options_of_weight_rounds_are_refused_without_them(option: str) -> None:
     with pytest.raises(PlanError, match="averages gradients at every step and never weights"):
-        laconic.plan(f"Plan(schedule=Every(1), {word})")
+        laconic.plan(f"Plan(schedule=Every(1), {option})")
 
 
 def test_unknown_policies_are_refused() -> None:

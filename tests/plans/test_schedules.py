@@ -1,4 +1,4 @@
-"""Schedules: pure functions of the step's number."""
+"""Schedules: pure functions of the number of a step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ steps = st.integers(1, 200)
 
 @given(start=steps, period=steps)
 def test_gradients_before_the_start_then_weights_every_period(start: int, period: int) -> None:
-    talks = {step: PostLocal(start, period).syncs_at(step) for step in range(1, start + 3 * period + 1)}
-    assert all(talks[step] == GRADIENTS for step in range(1, start))
-    weights = [step for step, syncs in talks.items() if syncs == WEIGHTS]
+    syncs_by_step = {step: PostLocal(start, period).syncs_at(step) for step in range(1, start + 3 * period + 1)}
+    assert all(syncs_by_step[step] == GRADIENTS for step in range(1, start))
+    weights = [step for step, syncs in syncs_by_step.items() if syncs == WEIGHTS]
     assert weights == [start - 1 + period * sync for sync in range(1, len(weights) + 1)]
     assert len(weights) >= 3
-    assert sum(not syncs for syncs in talks.values()) == len(talks) - len(weights) - (start - 1)
+    assert sum(not syncs for syncs in syncs_by_step.values()) == len(syncs_by_step) - len(weights) - (start - 1)
 
 
 @given(start=steps, period=st.integers(2, 200), step=st.integers(1, 1000))
@@ -40,7 +40,7 @@ def test_every_longer_period_is_post_local(start: int, period: int, step: int) -
 
 
 @given(start=steps, step=st.integers(1, 1000))
-def test_every_step_talks_about_gradients(start: int, step: int) -> None:
+def test_period_1_averages_gradients_at_every_step(start: int, step: int) -> None:
     assert Every(1, start).syncs_at(step) == GRADIENTS
 
 
@@ -50,13 +50,13 @@ def test_post_local_with_period_1_averages_weights_at_every_step() -> None:
 
 @pytest.mark.parametrize("schedule", [Every(), Every(4), Every(1, start=5), PostLocal(3, 16)], ids=repr)
 def test_values(schedule: Schedule) -> None:
-    assert eval_free_copy(schedule) == schedule
-    assert hash(eval_free_copy(schedule)) == hash(schedule)
+    assert copy_of(schedule) == schedule
+    assert hash(copy_of(schedule)) == hash(schedule)
     with pytest.raises(AttributeError):
         schedule.period = 2  # type: ignore[misc]
 
 
-def eval_free_copy(schedule: Schedule) -> Schedule:
+def copy_of(schedule: Schedule) -> Schedule:
     return type(schedule)(period=schedule.period, start=schedule.start)  # type: ignore[call-arg]
 
 
@@ -74,18 +74,18 @@ def test_prints_as_its_code(schedule: Schedule, text: str) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, 2.5, "3", None, True, float("inf"), [1]])
-@pytest.mark.parametrize("word", ["start", "period"])
+@pytest.mark.parametrize("name", ["start", "period"])
 @pytest.mark.parametrize("kind", [Every, PostLocal])
-def test_steps_count_from_1(kind: type[Every] | type[PostLocal], word: str, value: Any) -> None:
+def test_steps_count_from_1(kind: type[Every] | type[PostLocal], name: str, value: Any) -> None:
     with pytest.raises(ValueError) as error:
-        kind(**({"start": 1, "period": 1} | {word: value}))
+        kind(**({"start": 1, "period": 1} | {name: value}))
     assert str(error.value) == (
-        f"{kind.__name__}({word}={value!r}): {word} must be a whole number of at least 1, as steps count from 1."
+        f"{kind.__name__}({name}={value!r}): {name} must be a whole number of at least 1, as steps count from 1."
     )
 
 
 @given(start=st.integers(1, 50), step=st.integers(1, 500))
-def test_in_a_hierarchy_the_largest_period_that_divides_wins(start: int, step: int) -> None:
+def test_nested_uses_the_largest_period_that_divides_the_step(start: int, step: int) -> None:
     groups = {2: 2, 6: 4, 18: 8}
     syncs = Nested(groups, start).syncs_at(step)
     if step < start:
@@ -96,9 +96,9 @@ def test_in_a_hierarchy_the_largest_period_that_divides_wins(start: int, step: i
 
 
 @given(period=st.integers(1, 60), fragments=st.integers(1, 60), start=st.integers(1, 20))
-def test_every_fragment_talks_once_a_period_at_a_step_of_its_own(period: int, fragments: int, start: int) -> None:
+def test_each_fragment_is_sent_once_in_a_period_at_its_own_step(period: int, fragments: int, start: int) -> None:
     if fragments > period:
-        with pytest.raises(ValueError, match="from 1 fragment to one for each"):
+        with pytest.raises(ValueError, match="fragments must be a whole number from 1 to"):
             Streaming(period, fragments, start=start)
         return
     schedule = Streaming(period, fragments, start=start)
@@ -115,26 +115,26 @@ def test_the_quadratic_rule(lr: float, growth: float, floor: int, since: int) ->
     assert period >= floor
     assert period in (floor, int((growth / lr) ** 2), int((growth / lr) ** 2 + 1e-9), 2**31)
     clock = SyncClock(since, lr)
-    assert schedule.at(since + period, clock) == WEIGHTS
-    assert period == 1 or schedule.at(since + period - 1, clock) == ()
+    assert schedule.syncs_at(since + period, clock) == WEIGHTS
+    assert period == 1 or schedule.syncs_at(since + period - 1, clock) == ()
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
-        (lambda: Nested({}), "say for each period how many workers"),
-        (lambda: Nested({4: 2, 2: 4}), "period 2 stands after 4"),
+        (lambda: Nested({}), "groups must map periods to numbers of workers"),
+        (lambda: Nested({4: 2, 2: 4}), "period 2 follows 4"),
         (lambda: Nested({0: 2}), "period must be a whole number of at least 1"),
-        (lambda: Nested({2: 4, 4: 2}), "groups of 2 stand after groups of 4"),
-        (lambda: Nested({2: 2, 4: 3}), "groups of 3 stand after groups of 2"),
-        (lambda: Nested({2: 0}), "a group has at least 1 worker"),
-        (lambda: Nested(4), "say for each period"),  # type: ignore[arg-type]
+        (lambda: Nested({2: 4, 4: 2}), "groups of 2 follow groups of 4"),
+        (lambda: Nested({2: 2, 4: 3}), "groups of 3 follow groups of 2"),
+        (lambda: Nested({2: 0}), "a group must have at least 1 worker"),
+        (lambda: Nested(4), "groups must map periods"),  # type: ignore[arg-type]
         (lambda: Quadratic(0), "growth must be a number above 0"),
         (lambda: Quadratic(0.1, floor=0), "floor must be a whole number"),
-        (lambda: Streaming(4, 2, delay=4), "delay is a whole number from 0 to 3"),
+        (lambda: Streaming(4, 2, delay=4), "delay must be a whole number from 0 to 3"),
         (lambda: Streaming(4, 2, mix=1.0), "from 0 to below 1"),
     ],
 )
-def test_schedules_that_cannot_be_meant_are_refused(make: Callable[[], object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_schedules_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -342,3 +344,20 @@ def _load_other_plan(worker: int) -> None:
 def test_a_state_of_another_plan_is_refused():
     with pytest.raises(WorkerError, match=r"saved under power_sgd\(rank=2\) and the plan is power_sgd\(rank=4\)"):
         run_workers(_load_other_plan, 1, group=False)
+
+
+def _forgotten(worker: int) -> bool:
+    model = DDP(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    laconic.attach(laconic.power_sgd(rank=2), model, optimizer)
+    x, y = batch(worker, 0)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    alive = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    return alive() is not None
+
+
+def test_a_model_that_is_dropped_without_detach_is_freed():
+    assert run_workers(_forgotten, 2) == [False, False]

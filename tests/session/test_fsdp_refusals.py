@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import laconic
-from laconic.checks.agreement import DisagreementError
+from laconic import DisagreementError
 from tests.session.sharding import attached, net, sharded, two_by_two
 from tests.workers import free_port, run_workers
 
@@ -32,9 +32,7 @@ def _attach(model: Any, plan: laconic.Plan | None = None, **options: Any) -> lac
 def _refuse_groups(worker: int) -> None:
     mesh = two_by_two()
     peer = worker ^ 1
-    named = (
-        rf"0.weight is sharded over workers \[.*\], and the group that averages it contains worker {peer},"
-    )
+    named = rf"0.weight is sharded over workers \[.*\], and the group that averages it contains worker {peer},"
     named += r".*hold the same shard.*group=mesh\[\"replicate\"\].get_group\(\)"
     for group in (None, mesh["shard"].get_group()):
         with pytest.raises(ValueError, match=named):

@@ -78,9 +78,9 @@ class HierarchicalModelAverager(ModelAverager):
         self.period_process_group_dict: OrderedDict[int, dist.ProcessGroup] = OrderedDict()
         for period, size in self._sizes.items():
             logger.info("Groups of %s workers average their weights every %s steps.", size, period)
-            is_last = size == self.process_group.size()
+            is_whole = size == self.process_group.size()
             self.period_process_group_dict[period] = (
-                self.process_group if is_last else subgroup_of(self.process_group, size)
+                self.process_group if is_whole else subgroup_of(self.process_group, size)
             )
 
     def _find_process_group(self) -> dist.ProcessGroup | None:

@@ -1,10 +1,6 @@
-"""Scikit-learn's 1,797 handwritten digits of 8×8 pixels, for the ResNet.
-
-They come with scikit-learn itself, so nothing is downloaded; laconic asks for that package only here.
-"""
+"""The 1,797 handwritten digits of 8×8 pixels that come with scikit-learn, for the ResNet."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,19 +8,13 @@ from torch import Tensor
 from laconic.compare.lab.text import generator
 from laconic.compare.settings import LabError
 
-VALIDATION_EVERY = 8  # every eighth digit validates
+VALIDATION_EVERY = 8
 
-
-@dataclass(frozen=True)
-class Digits:
-    """Images [count, 1, 8, 8] from 0 to 1 and the digits that they show [count]."""
-
-    images: Tensor
-    labels: Tensor
+Digits = tuple[Tensor, Tensor]  # images [count, 1, 8, 8] with values from 0 to 1, and their labels [count]
 
 
 def load() -> tuple[Digits, Digits]:
-    """Digits to train on and digits to validate on."""
+    """Load the digits for training, and every eighth for validation."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -34,16 +24,13 @@ def load() -> tuple[Digits, Digits]:
         ) from error
     found = load_digits()
     images = torch.from_numpy(found.images).float()[:, None] / 16
-    return split(images, torch.from_numpy(found.target).long())
+    labels = torch.from_numpy(found.target).long()
+    held_out = torch.arange(len(labels)) % VALIDATION_EVERY == 0
+    return (images[~held_out], labels[~held_out]), (images[held_out], labels[held_out])
 
 
-def split(images: Tensor, labels: Tensor) -> tuple[Digits, Digits]:
-    """Deals every eighth digit into validation."""
-    validates = torch.arange(len(labels)) % VALIDATION_EVERY == 0
-    return Digits(images[~validates], labels[~validates]), Digits(images[validates], labels[validates])
-
-
-def batch(source: Digits, size: int, seed: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """`size` random images and their labels; the same for the same (seed, worker, step)."""
-    rows = torch.randint(len(source.labels), (size,), generator=generator(seed))
-    return source.images[rows], source.labels[rows]
+def batch(source: Digits, size: int, seed: Sequence[int]) -> Digits:
+    """Random images and their labels; the same for the same `seed`, such as (seed, worker, step)."""
+    images, labels = source
+    rows = torch.randint(len(labels), (size,), generator=generator(seed))
+    return images[rows], labels[rows]

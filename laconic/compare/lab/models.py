@@ -1,87 +1,50 @@
 """Two small models: a byte-level GPT and a ResNet for 8×8 digits.
 
-They are small enough for a laptop and shaped like the real ones: all that they learn sits in matrices,
-which is what a low-rank codec wants. Neither has biases, trained norms or buffers, so the weights
-are the whole state, and any plan can be compared on them without special cases.
+All their parameters are matrices, as almost all parameters of large models are. They have no biases, trained norms or
+buffers, so all plans can be compared on them. The same seed gives the same weights on every worker.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-BYTES = 256  # the vocabulary of the GPT
-DIGITS = 10  # the classes of the ResNet
-
-
-@dataclass(frozen=True)
-class GPTShape:
-    """The sizes of a GPT.
-
-    >>> model = GPTShape(layers=2, width=64, heads=2, context=32).build(seed=0)
-    >>> model(torch.zeros(1, 5, dtype=torch.long)).shape
-    torch.Size([1, 5, 256])
-    """
-
-    layers: int
-    width: int
-    heads: int
-    context: int
-
-    def build(self, seed: int) -> "GPT":
-        """A fresh model, the same for the same seed."""
-        model = GPT(self)
-        draw_weights(model, seed)
-        return model
-
-
-@dataclass(frozen=True)
-class ResNetShape:
-    """The sizes of a ResNet: residual blocks, and channels in each.
-
-    >>> ResNetShape(layers=2, width=8).build(seed=0)(torch.zeros(3, 1, 8, 8)).shape
-    torch.Size([3, 10])
-    """
-
-    layers: int
-    width: int
-
-    def build(self, seed: int) -> "ResNet":
-        """A fresh model, the same for the same seed."""
-        model = ResNet(self)
-        draw_weights(model, seed)
-        return model
+BYTES = 256  # vocabulary of the GPT
+DIGITS = 10  # classes of the ResNet
 
 
 class GPT(nn.Module):
-    """A transformer over bytes: rotary positions, RMS norms without gain, squared ReLU, tied head."""
+    """A transformer over bytes: rotary positions, RMS norms without gain, squared ReLU, tied embedding.
 
-    def __init__(self, shape: GPTShape) -> None:
+    >>> GPT(layers=2, width=64, heads=2, seed=0)(torch.zeros(1, 5, dtype=torch.long)).shape
+    torch.Size([1, 5, 256])
+    """
+
+    def __init__(self, layers: int, width: int, heads: int, seed: int) -> None:
         super().__init__()
-        self.shape = shape
-        self.embed = nn.Embedding(BYTES, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.head_width = width // heads
+        self.embed = nn.Embedding(BYTES, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        draw_weights(self, seed)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Bytes [batch, time] to scores of the next byte [batch, time, 256]."""
-        cos, sin = rotary_angles(ids.shape[1], self.shape.width // self.shape.heads)
+        """Bytes [batch, time] to logits of the next byte [batch, time, 256]."""
+        cos, sin = rotary_angles(ids.shape[1], self.head_width)
         x = norm(self.embed(ids))  # [batch, time, width]
         for block in self.blocks:
             x = block(x, cos, sin)
-        return F.linear(norm(x), self.embed.weight)  # the embedding is the head, transposed
+        return F.linear(norm(x), self.embed.weight)
 
 
 class Block(nn.Module):
-    """Attention, then two matrices, each added to what came in."""
+    """Attention and an MLP, each with a residual connection."""
 
-    def __init__(self, shape: GPTShape) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = shape.heads
-        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
-        self.merge = nn.Linear(shape.width, shape.width, bias=False)
-        self.up = nn.Linear(shape.width, 4 * shape.width, bias=False)
-        self.down = nn.Linear(4 * shape.width, shape.width, bias=False)
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.merge = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[batch, time, width] to the same shape."""
@@ -98,26 +61,30 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Pre-activation residual blocks of two 3×3 convolutions at one resolution, then a linear head."""
+    """Pre-activation residual blocks of two 3×3 convolutions at one resolution, then a linear head.
 
-    def __init__(self, shape: ResNetShape) -> None:
+    >>> ResNet(layers=2, width=8, seed=0)(torch.zeros(3, 1, 8, 8)).shape
+    torch.Size([3, 10])
+    """
+
+    def __init__(self, layers: int, width: int, seed: int) -> None:
         super().__init__()
-        self.shape = shape
-        self.stem = nn.Conv2d(1, shape.width, kernel_size=3, padding=1, bias=False)
-        self.blocks = nn.ModuleList(ConvBlock(shape.width) for _ in range(shape.layers))
-        self.head = nn.Linear(shape.width, DIGITS, bias=False)
+        self.stem = nn.Conv2d(1, width, kernel_size=3, padding=1, bias=False)
+        self.blocks = nn.ModuleList(ConvBlock(width) for _ in range(layers))
+        self.head = nn.Linear(width, DIGITS, bias=False)
+        draw_weights(self, seed)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [batch, 1, 8, 8] to scores [batch, 10]."""
+        """Images [batch, 1, 8, 8] to logits [batch, 10]."""
         x = self.stem(images)  # [batch, width, 8, 8]
         for block in self.blocks:
             x = block(x)
-        scores: Tensor = self.head(image_norm(x).mean(dim=(2, 3)))
-        return scores
+        logits: Tensor = self.head(image_norm(x).mean(dim=(2, 3)))
+        return logits
 
 
 class ConvBlock(nn.Module):
-    """Two convolutions, added to what came in."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -149,16 +116,16 @@ def rotary_angles(time: int, head_width: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each pair of numbers of [batch, heads, time, head_width] by its position's angle."""
+    """Rotate each pair of numbers of [batch, heads, time, head_width] by the angle of its position."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 def draw_weights(model: nn.Module, seed: int) -> None:
-    """Draws every weight anew, from its own generator: the same seed gives the same model on every worker.
+    """Initialise every weight, without the global generator.
 
-    The embedding starts small, so the first guess is close to uniform; a matrix that writes into the residual
-    stream starts smaller still.
+    A small embedding makes the first prediction almost uniform. Matrices that write into the residual stream start
+    smaller by a factor of 4.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():

@@ -1,8 +1,4 @@
-"""A task: a model and the batches that it learns from.
-
-This is where a model meets its data. The rest of the lab sees only a module, a way to draw batches and a
-loss, so the loop that trains a GPT on text is the loop that trains a ResNet on digits.
-"""
+"""A task: a model, its batches and its loss. The training loop is the same for all tasks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,33 +7,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from laconic.compare import digits, text
-from laconic.compare.lab.models import GPTShape, ResNetShape
+from laconic.compare.lab import digits, text
+from laconic.compare.lab.models import GPT, ResNet
 from laconic.compare.settings import Settings
 
 VALIDATION_BATCHES = 16
-VALIDATION_SEED = 0  # the same batches whatever --seed, so runs with different seeds can be compared
+VALIDATION_SEED = 0  # the same batches for every --seed, so that runs with different seeds can be compared
 
-Batch = tuple[Tensor, Tensor]  # what goes in, what should come out
+Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 
 @dataclass(frozen=True)
 class Task:
-    """A fresh model, batches by (worker, step), and the batches that every worker validates on."""
+    """A new model, a function that returns the batch of (worker, step), and the validation batches of all workers."""
 
     model: nn.Module
     draw: Callable[[int, int], Batch]
     validation: tuple[Batch, ...]
-    tokens_per_step: int  # on one worker; an image counts as one
+    tokens_per_step: int  # of one worker; an image counts as one
 
 
 def make_task(settings: Settings) -> Task:
-    """The task that the settings describe. Reads the data, so a wrong path shows here."""
+    """Make the task that the settings describe. It reads the data."""
     return _digits_task(settings) if settings.model == "resnet" else _text_task(settings)
 
 
 def check_data(settings: Settings) -> None:
-    """Reads the data once before any worker starts, so that a mistake costs one message."""
+    """Read the data once before any worker starts, so that a mistake gives one message."""
     if settings.model == "resnet":
         digits.load()
     else:
@@ -45,14 +41,14 @@ def check_data(settings: Settings) -> None:
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy in nats: of the next byte, or of the digit."""
+    """The mean cross-entropy, in nats, of the next byte or of the digit."""
     inputs, targets = batch
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, batches: Sequence[Batch]) -> float:
-    """The mean loss of `model` over `batches`, as it would be used: without training it."""
+    """The mean loss of `model` over `batches`, in evaluation mode."""
     model.eval()
     loss = torch.stack([loss_of(model, batch) for batch in batches]).mean().item()
     model.train()
@@ -60,14 +56,12 @@ def validation_loss(model: nn.Module, batches: Sequence[Batch]) -> float:
 
 
 def _text_task(s: Settings) -> Task:
-    data = text.load(s.data, s.context)
+    train, validation = text.load(s.data, s.context)
+    seeds = [(VALIDATION_SEED, index) for index in range(VALIDATION_BATCHES)]
     return Task(
-        model=GPTShape(s.layers, s.width, s.heads, s.context).build(s.seed),
-        draw=lambda worker, step: text.batch(data.train, s.batch, s.context, (s.seed, worker, step)),
-        validation=tuple(
-            text.batch(data.validation, s.batch, s.context, (VALIDATION_SEED, index))
-            for index in range(VALIDATION_BATCHES)
-        ),
+        model=GPT(s.layers, s.width, s.heads, s.seed),
+        draw=lambda worker, step: text.batch(train, s.batch, s.context, (s.seed, worker, step)),
+        validation=tuple(text.batch(validation, s.batch, s.context, seed) for seed in seeds),
         tokens_per_step=s.batch * s.context,
     )
 
@@ -75,8 +69,8 @@ def _text_task(s: Settings) -> Task:
 def _digits_task(s: Settings) -> Task:
     train, validation = digits.load()
     return Task(
-        model=ResNetShape(s.layers, s.width).build(s.seed),
+        model=ResNet(s.layers, s.width, s.seed),
         draw=lambda worker, step: digits.batch(train, s.batch, (s.seed, worker, step)),
-        validation=((validation.images, validation.labels),),
+        validation=(validation,),
         tokens_per_step=s.batch,
     )

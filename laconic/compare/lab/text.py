@@ -1,15 +1,13 @@
-"""Text to train on: the source of the Python standard library, or the user's own files, as bytes.
+"""Text to train on, as bytes: the source of the Python standard library, which needs no download, or the user's files.
 
-Every Python brings its standard library, so there is nothing to download. Files are split between training
-and validation whole, never within a file, because neighbouring lines of one file say much about each other.
-The split follows from the files' names alone: it is the same on every worker and on every run.
+A file belongs to training or to validation as a whole, because neighbouring lines are alike. The names of the files
+decide the split, so it is the same on every worker and in every run.
 """
 
 import hashlib
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,78 +15,71 @@ from torch import Tensor
 
 from laconic.compare.settings import LabError
 
-MOST_BYTES = 8_000_000  # enough for the lab's models, and read in a moment
+MOST_BYTES = 8_000_000  # enough for the lab's models
 VALIDATION_SHARE = 0.1
 NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
-
-@dataclass(frozen=True)
-class Text:
-    """Bytes to train on and bytes to validate on, each [length] uint8, and the files that each came from."""
-
-    train: Tensor
-    validation: Tensor
-    train_files: tuple[str, ...]
-    validation_files: tuple[str, ...]
+Files = dict[str, bytes]  # the contents of files by name
 
 
-def load(data: Path | None, context: int) -> Text:
-    """The text at `data`, or Python's own standard library if that is None."""
+def load(data: Path | None, context: int) -> tuple[Tensor, Tensor]:
+    """Load the text at `data`, or Python's standard library if None: bytes for training and for validation, uint8."""
     if data is None:
         root = Path(sysconfig.get_path("stdlib"))
-        text = split_by_file(root, files_under(root, ".py", NOT_LIBRARY))
+        train, validation = split_by_file(root, files_under(root, ".py", NOT_LIBRARY))
     elif data.is_dir():
-        text = split_by_file(data, files_under(data))
+        train, validation = split_by_file(data, files_under(data))
     elif data.is_file():
-        text = split_one_file(data)
+        train, validation = split_one_file(data)
     else:
         raise LabError(
             f"--data {data}: there is no such file or folder. Give a text file or a folder of them, or leave "
             "out --data to train on the source of Python's standard library."
         )
-    _check_size(text, data, context)
-    return text
+    texts = [b"\n".join(files.values()) for files in (train, validation)]
+    _check_size([len(text) for text in texts], data, context)
+    train_text, validation_text = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts)
+    return train_text, validation_text
 
 
 def files_under(root: Path, ending: str = "", skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """The files below `root` whose names have that ending, leaving out hidden ones and the skipped folders."""
+    """The files below `root` with that ending, without hidden files and the skipped folders."""
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in skipped and not name.startswith(".")]
-        for name in names:
-            if name.endswith(ending) and not name.startswith("."):
-                yield Path(folder, name)
+        yield from (Path(folder, name) for name in names if name.endswith(ending) and not name.startswith("."))
 
 
-def split_by_file(root: Path, paths: Iterable[Path]) -> Text:
-    """Deals whole files into validation and training, in the order of a digest of their names.
+def split_by_file(root: Path, paths: Iterable[Path]) -> tuple[Files, Files]:
+    """Read files for training and for validation, in the order of a digest of their names.
 
-    The first tenth of the bytes in that order validates. Unreadable and binary files are left out.
+    The first tenth of the bytes is for validation. Unreadable and binary files are left out.
     """
     names = {path.relative_to(root).as_posix(): path for path in paths}
-    contents: list[tuple[str, bytes]] = []
+    contents: Files = {}
     room = MOST_BYTES
     for name in sorted(names, key=_digest):
-        if room == 0:
-            break
-        content = _read(names[name], room)
-        if content:
-            contents.append((name, content))
+        if room and (content := _read(names[name], room)):
+            contents[name] = content
             room -= len(content)
-    cut = _validation_count([len(content) for _, content in contents])
-    return _text(contents[cut:], contents[:cut])
+    wanted = sum(map(len, contents.values())) * VALIDATION_SHARE
+    validation: Files = {}
+    while len(contents) > 1 and sum(map(len, validation.values())) < wanted:
+        first = next(iter(contents))
+        validation[first] = contents.pop(first)
+    return contents, validation
 
 
-def split_one_file(path: Path) -> Text:
-    """A single file cannot be split by file: its last tenth validates."""
+def split_one_file(path: Path) -> tuple[Files, Files]:
+    """Use the last tenth of a single file for validation."""
     content = _read(path, MOST_BYTES)
     cut = len(content) - int(len(content) * VALIDATION_SHARE)
-    return _text([(path.name, content[:cut])], [(path.name, content[cut:])])
+    return {path.name: content[:cut]}, {path.name: content[cut:]}
 
 
 def batch(source: Tensor, size: int, context: int, seed: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Random stretches of `source`: inputs and the bytes that follow, each [size, context] int64.
+    """Random sequences of `source`: inputs and the bytes that follow, each [size, context] int64.
 
-    `seed` is any row of numbers; the lab gives (seed, worker, step), so workers differ and runs repeat.
+    `seed` is a sequence such as (seed, worker, step).
 
     >>> inputs, targets = batch(torch.arange(100, dtype=torch.uint8), size=2, context=3, seed=(0, 1, 2))
     >>> bool((targets == inputs + 1).all())
@@ -100,7 +91,7 @@ def batch(source: Tensor, size: int, context: int, seed: Sequence[int]) -> tuple
 
 
 def generator(seed: Sequence[int]) -> torch.Generator:
-    """A generator of its own for each row of numbers, such as (seed, worker, step)."""
+    """Make a generator for a sequence of numbers, such as (seed, worker, step)."""
     digest = _digest(" ".join(map(str, seed)))
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
@@ -118,39 +109,13 @@ def _read(path: Path, most: int) -> bytes:
     return b"" if b"\0" in content else content
 
 
-def _validation_count(sizes: Sequence[int]) -> int:
-    """How many of the first files reach the validation share, leaving at least one to train on."""
-    wanted = sum(sizes) * VALIDATION_SHARE
-    count, reached = 0, 0
-    while count < len(sizes) - 1 and reached < wanted:
-        reached += sizes[count]
-        count += 1
-    return count
-
-
-def _text(train: Sequence[tuple[str, bytes]], validation: Sequence[tuple[str, bytes]]) -> Text:
-    return Text(
-        train=_tensor(train),
-        validation=_tensor(validation),
-        train_files=tuple(name for name, _ in train),
-        validation_files=tuple(name for name, _ in validation),
-    )
-
-
-def _tensor(contents: Sequence[tuple[str, bytes]]) -> Tensor:
-    joined = bytearray(b"\n".join(content for _, content in contents))
-    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
-
-
-def _check_size(text: Text, data: Path | None, context: int) -> None:
-    least = context + 1
-    if len(text.train) >= least and len(text.validation) >= least:
+def _check_size(sizes: Sequence[int], data: Path | None, context: int) -> None:
+    if min(sizes) > context:
         return
+    written, way_out = f"--data {data}", "Give more text (binary and unreadable files do not count)"
     if data is None:
         written, way_out = "this Python's standard library", "Give your own text with --data PATH"
-    else:
-        written, way_out = f"--data {data}", "Give more text (binary and unreadable files do not count)"
     raise LabError(
-        f"{written}: {len(text.train)} bytes of text to train on and {len(text.validation)} to validate on, "
-        f"but --context {context} needs at least {least} of each. {way_out}, or use a smaller --context."
+        f"{written}: {sizes[0]} bytes of text to train on and {sizes[1]} to validate on, but --context {context} needs "
+        f"at least {context + 1} of each. {way_out}, or use a smaller --context."
     )

@@ -1,6 +1,6 @@
-"""The report of a comparison: a page that opens anywhere, and its figures as an image.
+"""The report of a comparison: one HTML file, and its figures as an image.
 
-Figures are drawn by matplotlib and the page is filled in by Jinja, both imported only when a report is asked for.
+It uses matplotlib and Jinja, which are imported only when a report is written.
 """
 
 from laconic.compare.report.page import check_drawable, write_page, write_png

@@ -1,18 +1,16 @@
-"""The page: one file that needs nothing else, on any screen, light or dark, with the raw data inside."""
+"""The page: one self-contained HTML file for any screen, light or dark, with the raw data in it."""
 
 import base64
 import datetime
 import os
 import platform
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from laconic.compare.files import as_json, versions, write_whole
-from laconic.compare.lab.training import Outcome
-from laconic.compare.report.figures import PRINTED, drawings, parts, png, svg
+from laconic.compare.files import versions, write_whole
+from laconic.compare.records import Outcome, as_json
 from laconic.compare.report.sentence import headline
 from laconic.compare.settings import LabError, usable_cores
 from laconic.compare.units import human_bytes, times_fewer
@@ -21,25 +19,12 @@ TEMPLATE = Path(__file__).with_name("page.html")
 DARK_PLANS = ("#b6bec8", "#5cb3ec", "#ff9657", "#3fcf9f", "#e59ccb", "#e3c34d")
 DARK_PARTS = ("#84b78e", "#e3c34d", "#9b86cc")
 SWATCHES = ("solid", "dashed", "dashed", "dotted")
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row of the page's table, in words."""
-
-    plan: str
-    loss: str
-    seconds: str
-    sooner: str
-    parts: tuple[str, str, str]
-    sent: str
-    fewer: str
-    network: str
-    interface: str
+TIMES = ("sooner", "computing, s", "communicating, s", "waiting, s")
+BYTES = ("sent by each", "fewer", "on the network", "at the interface")
 
 
 def check_drawable(written: str) -> None:
-    """Refuses a report before any training if what draws it is not installed."""
+    """Refuse a report before any training if its dependencies are not installed."""
     missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
     if missing:
         raise LabError(
@@ -49,12 +34,14 @@ def check_drawable(written: str) -> None:
 
 
 def write_page(path: Path, outcomes: Sequence[Outcome], arguments: Sequence[str]) -> None:
-    """Writes the report; `arguments` are the command's, without its name."""
+    """Write the report; `arguments` are those of the command."""
     write_whole(path, page(outcomes, arguments).encode())
 
 
 def write_png(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Writes the figures as one image."""
+    """Write the figures as one image."""
+    from laconic.compare.report.figures import png
+
     write_whole(path, png(outcomes, headline(outcomes)))
 
 
@@ -62,28 +49,58 @@ def page(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
     """The report as HTML."""
     from jinja2 import Environment, StrictUndefined
 
+    from laconic.compare.report.figures import PARTS, PLANS, drawings, svg
+
     first = outcomes[0]
+    target = "" if first.until_loss is None else f" to loss {first.until_loss:g}"
+    computed = " (computed)" if first.clock == "computed" else ""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE.read_text()).render(
         headline=headline(outcomes),
         first=first,
-        size=f"{first.parameters:,}",
         plans=[(outcome.plan, SWATCHES[index % 4], index % 6) for index, outcome in enumerate(outcomes)],
+        part_names=list(enumerate(PARTS)),
         figures=[(drawing, svg(drawing, outcomes)) for drawing in drawings(outcomes)],
-        lines=[_line(first, outcome) for outcome in outcomes],
+        columns=(f"{first.loss_of} loss", f"seconds{target}{computed}", *TIMES, *BYTES),
+        rows=[(outcome.plan, _cells(first, outcome)) for outcome in outcomes],
         uplinks=[(o.plan, name, human_bytes(count)) for o in outcomes for name, count in o.uplink_bytes.items()],
         command=shlex.join(["laconic", *arguments]),
         facts={**versions(), **machine()},
         data=base64.b64encode(as_json(outcomes).encode()).decode(),
-        light=list(enumerate(PRINTED.plans)),
-        dark=list(enumerate(DARK_PLANS)),
-        light_parts=list(enumerate(PRINTED.parts)),
-        dark_parts=list(enumerate(DARK_PARTS)),
+        light=_variables(PLANS, PARTS.values()),
+        dark=_variables(DARK_PLANS, DARK_PARTS),
     )
 
 
+def _variables(plans: Iterable[str], parts: Iterable[str]) -> str:
+    """The colours as CSS."""
+    named = {f"plan-{index}": colour for index, colour in enumerate(plans)}
+    named |= {f"part-{index}": colour for index, colour in enumerate(parts)}
+    return " ".join(f"--{name}: {colour};" for name, colour in named.items())
+
+
+def _cells(first: Outcome, outcome: Outcome) -> list[str]:
+    """The cells of a run, as in the table's columns."""
+    from laconic.compare.report.figures import parts
+
+    computing, communicating, waiting = (f"{part:,.1f}" for part in parts(outcome))
+    compared = first.ended == outcome.ended and first.ended != "seconds"
+    return [
+        f"{outcome.loss_start:.3f} → {outcome.loss_final:.3f}",
+        f"{outcome.seconds:,.1f}" + ("" if first.until_loss is None or outcome.reached else " (not reached)"),
+        f"{first.seconds / outcome.seconds:.1f}×" if compared else "-",
+        computing,
+        communicating,
+        "-" if outcome.waiting_seconds is None else waiting,
+        human_bytes(outcome.sent_bytes),
+        times_fewer(first.sent_bytes, outcome.sent_bytes).replace("x", "×"),
+        human_bytes(outcome.network_bytes),
+        "-" if outcome.interface_bytes is None else human_bytes(outcome.interface_bytes),
+    ]
+
+
 def machine() -> dict[str, str]:
-    """What it ran on, without saying whose it is."""
+    """The machine, without its name."""
     return {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "processor": f"{_processor()}, {usable_cores()} usable cores",
@@ -104,21 +121,3 @@ def _processor() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _line(first: Outcome, outcome: Outcome) -> Line:
-    computing, talking, waiting = (f"{part:,.1f}" for part in parts(outcome))
-    if outcome.waiting_seconds is None:
-        waiting = "-"
-    compared = first.ended == outcome.ended and first.ended != "seconds"
-    return Line(
-        plan=outcome.plan,
-        loss=f"{outcome.loss_start:.3f} → {outcome.loss_final:.3f}",
-        seconds=f"{outcome.seconds:,.1f}" + ("" if first.until_loss is None or outcome.reached else " (not reached)"),
-        sooner=f"{first.seconds / outcome.seconds:.1f}×" if compared else "-",
-        parts=(computing, talking, waiting),
-        sent=human_bytes(outcome.sent_bytes),
-        fewer=times_fewer(first.sent_bytes, outcome.sent_bytes).replace("x", "×"),
-        network=human_bytes(outcome.network_bytes),
-        interface="-" if outcome.interface_bytes is None else human_bytes(outcome.interface_bytes),
-    )

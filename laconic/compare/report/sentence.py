@@ -1,29 +1,29 @@
-"""The result in one sentence, for those who read no further."""
+"""The result of a comparison in one sentence."""
 
 from collections.abc import Sequence
 
-from laconic.compare.lab.training import Outcome
-from laconic.compare.units import duration
+from laconic.compare.records import Outcome
+from laconic.compare.units import duration, times
 
 
 def headline(outcomes: Sequence[Outcome]) -> str:
-    """What the comparison showed: the best plan against the first one."""
+    """Compare the best plan with the first one."""
     first = outcomes[0]
     if first.until_loss is not None:
-        told = _to_target(first, outcomes)
+        sentence = _to_target(first, outcomes)
     elif any(outcome.ended == "seconds" for outcome in outcomes):
-        told = _in_given_time(first, outcomes)
+        sentence = _in_given_time(first, outcomes)
     else:
-        told = _same_steps(first, outcomes)
-    return told if first.clock == "measured" else f"{told} The link's time is computed, not measured."
+        sentence = _same_steps(first, outcomes)
+    return sentence if first.clock == "measured" else f"{sentence} The link's time is computed, not measured."
 
 
 def _to_target(first: Outcome, outcomes: Sequence[Outcome]) -> str:
-    there = [outcome for outcome in outcomes if outcome.reached]
+    reached = [outcome for outcome in outcomes if outcome.reached]
     aim = f"loss {first.until_loss:g}"
-    if not there:
+    if not reached:
         return f"No plan reached {aim}."
-    best = min(there, key=lambda outcome: outcome.seconds)
+    best = min(reached, key=lambda outcome: outcome.seconds)
     reaches = f"{best.plan} reaches {aim} in {duration(best.seconds)}"
     if best is first:
         return f"{reaches}; no other plan is sooner." if len(outcomes) > 1 else f"{reaches}."
@@ -34,10 +34,10 @@ def _to_target(first: Outcome, outcomes: Sequence[Outcome]) -> str:
 
 def _in_given_time(first: Outcome, outcomes: Sequence[Outcome]) -> str:
     best = min(outcomes, key=lambda outcome: outcome.loss_final)
-    reaches = f"In {duration(best.seconds)}, {best.plan} comes to a {best.loss_of} loss of {best.loss_final:.3f}"
+    reaches = f"In {duration(best.seconds)}, {best.plan} reaches a {best.loss_of} loss of {best.loss_final:.3f}"
     if best is first:
-        return f"{reaches}; no other plan comes lower." if len(outcomes) > 1 else f"{reaches}."
-    return f"{reaches}, {first.plan} to {first.loss_final:.3f}; it {_less(first, best)}."
+        return f"{reaches}; no other plan reaches a lower loss." if len(outcomes) > 1 else f"{reaches}."
+    return f"{reaches}, {first.plan} reaches {first.loss_final:.3f}; {best.plan} {_less(first, best)}."
 
 
 def _same_steps(first: Outcome, outcomes: Sequence[Outcome]) -> str:
@@ -58,13 +58,3 @@ def _less(first: Outcome, best: Outcome) -> str:
     if first.sent_bytes >= best.sent_bytes:
         return f"sends {times(first.sent_bytes, best.sent_bytes)} less"
     return f"sends {times(best.sent_bytes, first.sent_bytes)} more"
-
-
-def times(more: float, less: float) -> str:
-    """How many times as much.
-
-    >>> times(100, 8), times(100, 67)
-    ('12 times', '1.5 times')
-    """
-    ratio = more / less
-    return f"{ratio:.0f} times" if ratio >= 10 else f"{ratio:.1f} times"

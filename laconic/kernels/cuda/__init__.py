@@ -1,0 +1,1 @@
+"""PowerSGD on CUDA: Triton kernels (`triton_*.py`) and their host side."""

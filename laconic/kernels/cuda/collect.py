@@ -1,4 +1,4 @@
-"""Many small CUDA tensors, such as a bucket's biases, as one: the host side of `triton_collect`."""
+"""Many small CUDA tensors, such as a bucket's biases, as one flat tensor: the host side of `triton_collect`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 
 class Collection:
-    """Contiguous tensors of one dtype, gathered into a flat tensor and scattered back."""
+    """Copies contiguous tensors of one dtype into one flat tensor, and back."""
 
     def __init__(self, tensors: Tensors) -> None:
         some = next(iter(tensors.values()))
@@ -34,32 +34,32 @@ class Collection:
         self.addresses = torch.zeros(len(self.numels), dtype=torch.int64, device=self.device)
 
     def fits(self, tensors: Tensors) -> bool:
-        """Tell whether these are tensors of the same sizes and dtype."""
+        """Return whether these tensors have the same sizes and dtype."""
         return next(iter(tensors.values())).dtype == self.dtype and [t.numel() for t in tensors.values()] == self.numels
 
-    def aim(self, tensors: Iterable[Tensor]) -> None:
-        """Note where the tensors lie, if that has changed."""
+    def set_addresses(self, tensors: Iterable[Tensor]) -> None:
+        """Update the table of addresses if they have changed."""
         now = [t.data_ptr() for t in tensors]
         if now != self.known:
             self.known = now
             self.addresses.copy_(torch.tensor(now, dtype=torch.int64))
 
     def gather(self, tensors: Tensors) -> Tensor:
-        """Copy the tensors side by side into a new flat one."""
-        self.aim(tensors.values())
+        """Copy the tensors into a new flat tensor."""
+        self.set_addresses(tensors.values())
         flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        self.moving(flat, gather=True).through_triton()
+        self.launch(flat, gather=True).through_triton()
         return flat
 
     def scatter(self, flat: Tensor) -> None:
-        """Copy the flat tensor back over those that were gathered last."""
-        self.moving(flat, gather=False).through_triton()
+        """Copy the flat tensor back to the tensors that were gathered last."""
+        self.launch(flat, gather=False).through_triton()
 
-    def moving(self, flat: Tensor, gather: bool, good: Tensor | None = None) -> Launch:
-        """The launch that does either; back as NaN where `good` is given and zero."""
+    def launch(self, flat: Tensor, gather: bool, finite: Tensor | None = None) -> Launch:
+        """Return the launch that gathers, or scatters; with `finite`, it scatters NaN where the flag is zero."""
         arguments = {
             "tiles": self.tiles, "count": self.count, "addresses": self.addresses, "sizes": self.sizes, "flat": flat,
-            "good": self.sizes if good is None else good, "GATHER": gather, "KIND": KINDS[self.dtype],
-            "SIZE": kernels.SIZE, "SPOIL": good is not None,
+            "finite": self.sizes if finite is None else finite, "GATHER": gather, "KIND": KINDS[self.dtype],
+            "SIZE": kernels.SIZE, "CHECKED": finite is not None,
         }  # fmt: skip
         return Launch(kernels.move, self.count, arguments, {})

@@ -1,7 +1,7 @@
-"""`ErrorFeedback(LowRank)` on CUDA as an exchange, with what `ByShape` sends beside it.
+"""`ErrorFeedback(LowRank)` on CUDA as an exchange, together with the tensors that `ByShape` sends in the same message.
 
-What depends only on shapes and addresses is made once for each bucket (`group.py`) and kept in the state, under names
-that are never saved. Factors in the state are views of the group's.
+What depends only on shapes and addresses is built once for each bucket (`matrices.py`) and cached in the state, under
+keys that are never saved. The factors in the state are views of the bucket's flat factors.
 """
 
 from __future__ import annotations
@@ -14,112 +14,114 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from laconic.comm.requests import Averaged, Exchange, Mean, Request, State, Tensors
-from laconic.kernels.choose import own_is_owed
+from laconic.comm.requests import Averaged, Exchange, Mean, Request, Tensors
+from laconic.kernels.choose import own_is_in_residual
 from laconic.kernels.cuda.launches import Sequence
-from laconic.kernels.cuda.matrices import Group
+from laconic.kernels.cuda.matrices import BucketMatrices
 
 if TYPE_CHECKING:
     from laconic.codecs.low_rank import LowRank
+    from laconic.codecs.low_rank_state import Factors
 
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """A group, the very tensors that it is aimed at, and where it keeps what it remembers."""
+    """A bucket's kernels, bound to the tensors and residuals that they read and write."""
 
-    group: Group
+    bucket: BucketMatrices
     tensors: Tensors
     values: list[Tensor]
     residual: dict[str, Tensor]
     residuals: list[Tensor]
-    state: State
+    factors: Factors
 
-    def still(self, codec: LowRank, tensors: Tensors) -> bool:
-        """Tell whether nothing is different from last time, so that nothing need be looked at."""
+    def is_current(self, codec: LowRank, tensors: Tensors) -> bool:
+        """Return whether codec, tensors and residuals are the same objects as before, so that all addresses hold."""
         return (
-            self.group.codec == codec
+            self.bucket.codec == codec
             and all(map(is_, tensors.values(), self.values))
-            and all(map(is_, map(self.residual.get, self.group.names), self.residuals))
+            and all(map(is_, map(self.residual.get, self.bucket.names), self.residuals))
         )
 
     def exchange(self) -> Exchange:
-        """Average the tensors in place; the residual is what this worker still owes."""
-        if self.group.codec.rounds == "two":
-            yield from _two_rounds(self.group)
+        """Average the tensors and update the residuals, both in place."""
+        if self.bucket.codec.rounds == "two":
+            yield from _two_rounds(self.bucket)
         else:
-            yield from _one_factor(self.group, self.state.setdefault("turn", {}))
-        good, mean = self.group.good, self.tensors
-        return Averaged(mean if isinstance(mean, dict) else dict(mean), own_is_owed, lambda: good.bool())
+            yield from _one_round(self.bucket, self.factors)
+        finite, mean = self.bucket.finite, self.tensors
+        return Averaged(mean if isinstance(mean, dict) else dict(mean), own_is_in_residual, lambda: finite.bool())
 
 
-def fused_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor], state: State) -> Exchange:
-    """Average `tensors` in place through `codec` with error feedback; the residual is what this worker still owes."""
-    return bind(codec, tensors, {}, tensors, residual, state).exchange()
+def fused_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor], factors: Factors) -> Exchange:
+    """Average `tensors` in place through `codec` with error feedback, and update the residuals in place."""
+    return bind(codec, tensors, {}, tensors, residual, factors).exchange()
 
 
 def bind(
-    codec: LowRank, matrices: Tensors, rest: Tensors, whole: Tensors, residual: dict[str, Tensor], state: State
+    codec: LowRank, matrices: Tensors, rest: Tensors, whole: Tensors, residual: dict[str, Tensor], factors: Factors
 ) -> Bound:
-    """Aim a group, the one of last time if there is one, at these tensors."""
-    group = _group(codec, matrices, rest, residual, state)
-    group.aim(matrices, residual, rest)
-    return Bound(group, whole, list(whole.values()), residual, [residual[name] for name in matrices], state)
+    """Bind a bucket, the cached one if it fits, to these tensors."""
+    bucket = _bucket(codec, matrices, rest, residual, factors)
+    bucket.set_addresses(matrices, residual, rest)
+    return Bound(bucket, whole, list(whole.values()), residual, [residual[name] for name in matrices], factors)
 
 
-def _two_rounds(group: Group) -> Generator[Request, Tensor, None]:
-    group.run("first p")
-    _take(group.p_message, (yield Mean(group.p_message)))
-    group.run("between")
-    _take(group.q_message, (yield Mean(group.q_message)))
-    group.run("last q")
+def _two_rounds(bucket: BucketMatrices) -> Generator[Request, Tensor, None]:
+    bucket.run("first p")
+    _store(bucket.p_message, (yield Mean(bucket.p_message)))
+    bucket.run("between")
+    _store(bucket.q_message, (yield Mean(bucket.q_message)))
+    bucket.run("last q")
 
 
-def _one_factor(group: Group, turns: dict[str, int]) -> Generator[Request, Tensor, None]:
-    turn = turns.get(group.names[0], 0)
-    side, message = ("q", group.q_message) if turn % 2 else ("p", group.p_message)
-    group.run(f"first {side}")
-    _take(message, (yield Mean(message)))
-    group.run(f"last {side}")
-    turns.update(dict.fromkeys(group.names, turn + 1))
+def _one_round(bucket: BucketMatrices, factors: Factors) -> Generator[Request, Tensor, None]:
+    side, message = ("q", bucket.q_message) if factors.sends_q(bucket.names[0]) else ("p", bucket.p_message)
+    bucket.run(f"first {side}")
+    _store(message, (yield Mean(message)))
+    bucket.run(f"last {side}")
+    factors.advance(bucket.names)
 
 
-def _take(message: Tensor, answer: Tensor) -> None:
-    """Bring the answer to where the launches expect it: most wires answer in the memory of the question."""
-    if answer.data_ptr() != message.data_ptr():
-        message.copy_(answer.view(-1))
+def _store(message: Tensor, mean: Tensor) -> None:
+    """Copy the mean to the memory that the kernels read; most collectives reduce in place, and no copy is needed."""
+    if mean.data_ptr() != message.data_ptr():
+        message.copy_(mean.view(-1))
 
 
-def _group(codec: LowRank, matrices: Tensors, rest: Tensors, residual: dict[str, Tensor], state: State) -> Group:
-    groups: dict[tuple[str, ...], Group] = state.setdefault("_fused", {})
+def _bucket(
+    codec: LowRank, matrices: Tensors, rest: Tensors, residual: dict[str, Tensor], factors: Factors
+) -> BucketMatrices:
+    """Return the cached bucket for these matrices, or a new one if it does not fit."""
+    buckets: dict[tuple[str, ...], BucketMatrices] = factors.cache("fused")
     key = tuple(matrices)
-    group = groups.get(key)
-    known_p, known_q = state.setdefault("p", {}), state.setdefault("q", {})
+    bucket = buckets.get(key)
     some = next(iter(matrices.values()))
     if (
-        group is None
-        or (group.codec, group.dtype, group.device) != (codec, some.dtype, some.device)
-        or group.rest_names != list(rest)
-        or not all(map(is_, map(known_q.get, key), group.q_views))
-        or not all(map(is_, map(known_p.get, key), group.p_views))
+        bucket is None
+        or (bucket.codec, bucket.dtype, bucket.device) != (codec, some.dtype, some.device)
+        or bucket.rest_names != list(rest)
+        or not all(map(is_, map(factors.q.get, key), bucket.q_views))
+        or not all(map(is_, map(factors.p.get, key), bucket.p_views))
     ):
-        for other in [k for k in groups if set(k) & set(key)]:
-            del groups[other]  # an older layout of the same matrices
-        group = groups[key] = Group(codec, matrices, rest)
-        _start(group, matrices, residual, state)
-    return group
+        for other in [k for k in buckets if set(k) & set(key)]:
+            del buckets[other]  # an older layout of the same matrices
+        bucket = buckets[key] = BucketMatrices(codec, matrices, rest)
+        _start(bucket, matrices, residual, factors)
+    return bucket
 
 
-def _start(group: Group, matrices: Tensors, residual: dict[str, Tensor], state: State) -> None:
-    """Give a new group the factors that are known, or random ones, and residuals of zeros where there are none."""
-    known_p, known_q = state["p"], state["q"]
-    for (name, t), p, q in zip(matrices.items(), group.p_views, group.q_views, strict=True):
+def _start(bucket: BucketMatrices, matrices: Tensors, residual: dict[str, Tensor], factors: Factors) -> None:
+    """Copy known factors, or random ones, into a new bucket, and add zero residuals where there are none."""
+    known_p, known_q = factors.p, factors.q
+    for (name, t), p, q in zip(matrices.items(), bucket.p_views, bucket.q_views, strict=True):
         if name not in residual:
             residual[name] = torch.zeros(t.shape, dtype=torch.float32, device=t.device)
-        q.copy_(group.codec.start(name, t.shape, state, t))
+        q.copy_(bucket.codec.first_q(name, t.shape, factors, t))
         if name in known_p:
             p.copy_(known_p[name])
-    Sequence(group.orthonormal_q(group.q.clone(), group.q, group.always))()
-    if all(name in known_p for name in group.names):
-        Sequence(group.orthonormal_p(group.p.clone(), group.p, group.always))()
-    known_p.update(zip(group.names, group.p_views, strict=True))
-    known_q.update(zip(group.names, group.q_views, strict=True))
+    Sequence(bucket.orthonormal_q(bucket.q.clone(), bucket.q, bucket.always))()
+    if all(name in known_p for name in bucket.names):
+        Sequence(bucket.orthonormal_p(bucket.p.clone(), bucket.p, bucket.always))()
+    known_p.update(zip(bucket.names, bucket.p_views, strict=True))
+    known_q.update(zip(bucket.names, bucket.q_views, strict=True))

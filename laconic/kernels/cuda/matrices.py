@@ -1,7 +1,7 @@
 """The matrices of one bucket on CUDA: tables, flat factors, messages, and the launches over them.
 
-All of it is made once. A step then only launches: addresses of gradients and residuals are in a table on the device, so
-even where they change the launches stay the same.
+All of it is built once; a step only launches. The addresses of gradients and residuals are in a table on the device,
+so the launches stay the same when these addresses change.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from laconic.codecs.low_rank import LowRank
 
 _GRADIENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_STRETCH = 1024
-_CHECKED = 4096
+_SUM_BLOCK = 1024
+_CHECK_BLOCK = 4096
 
 
-class Group:
-    """Matrices that share one message, and what travels with them as it is."""
+class BucketMatrices:
+    """The matrices of one bucket, which share one message, and the small tensors that are sent exactly with them."""
 
     def __init__(self, codec: LowRank, matrices: Tensors, rest: Tensors) -> None:
         some = next(iter(matrices.values()))
@@ -49,16 +49,16 @@ class Group:
         self.collection = Collection(rest) if rest else None
         tail = 0 if self.collection is None else self.collection.numel
         longest = max(self.p.numel(), self.q.numel())
-        # One message is under way at a time, of P or of Q.
+        # One message is in flight at a time, of P or of Q.
         message = torch.empty(longest + tail, device=self.device)
         self.p_message = message[: self.p.numel() + tail]
         self.q_message = message[: self.q.numel() + (tail if alternating else 0)]
         own = torch.empty(longest if alternating else self.q.numel(), device=self.device)
         self.own_p = own[: self.p.numel()] if alternating else self.p_message
         self.own_q = own[: self.q.numel()]
-        self.good = torch.ones((), dtype=torch.int32, device=self.device)
+        self.finite = torch.ones((), dtype=torch.int32, device=self.device)
         self.always = torch.ones((), dtype=torch.int32, device=self.device)
-        # Added up before anything is made orthonormal, which takes the same room.
+        # `parts` are summed before `Orthonormal` uses the same memory.
         self.parts = torch.empty(max(rank * sum(parts), longest), device=self.device)
         self.orthonormal_p = Orthonormal(rows, p_at, rank, self.parts[:longest])
         self.orthonormal_q = Orthonormal(columns, q_at, rank, self.parts[:longest])
@@ -68,12 +68,12 @@ class Group:
         self._aligned: list[bool] = []
         self._sequences: dict[str, launches.Sequence] = {}
 
-    def aim(self, matrices: Tensors, residual: Mapping[str, Tensor], rest: Tensors) -> None:
-        """Note where gradients and residuals lie, if that has changed."""
+    def set_addresses(self, matrices: Tensors, residual: Mapping[str, Tensor], rest: Tensors) -> None:
+        """Update the tables of addresses if they have changed."""
         g = [t.data_ptr() for t in matrices.values()]
         e = [residual[name].data_ptr() for name in self.names]
         if self.collection is not None:
-            self.collection.aim(rest.values())
+            self.collection.set_addresses(rest.values())
         if g + e == self._known:
             return
         self._known = g + e
@@ -82,12 +82,12 @@ class Group:
         step = 16 // self.dtype.itemsize
         aligned = [
             not (n % step or a % 16 or b % 16) for (_, n), a, b in zip(self.shapes, g, e, strict=True)
-        ]  # rows begin at multiples of 16 bytes
+        ]  # rows start at multiples of 16 bytes
         if aligned != self._aligned:
             self._aligned, self._sequences = aligned, {}
 
     def run(self, phase: str) -> None:
-        """Launch a phase: "first p" or "first q", before a message; "between" two; "last p" or "last q", after."""
+        """Launch a phase: "first p" or "first q" before a message, "between" two, "last p" or "last q" after it."""
         sequence = self._sequences.get(phase)
         if sequence is None:
             make = {
@@ -98,90 +98,92 @@ class Group:
         sequence()
 
     def _first_p(self) -> list[Launch]:
-        return [*self._gather(self.p_message), *self._project()]
+        return [*self._gather(self.p_message), *self._compute_p()]
 
     def _first_q(self) -> list[Launch]:
-        return [*self._gather(self.q_message), *self._reflect(first=True)]
+        return [*self._gather(self.q_message), *self._compute_q(first=True)]
 
     def _between(self) -> list[Launch]:
-        heard = [self._check(self.p_message), *self._scatter(self.p_message)]
-        return [*heard, *self.orthonormal_p(self.p_message, self.p, self.good), *self._reflect(first=False)]
+        received = [self._check(self.p_message), *self._scatter(self.p_message)]
+        return [*received, *self.orthonormal_p(self.p_message, self.p, self.finite), *self._compute_q(first=False)]
 
     def _last_p(self) -> list[Launch]:
-        heard = [self._check(self.p_message), *self._scatter(self.p_message)]
-        delivered = self._deliver(self.p_message, self.q, self.own_p, left=True)
-        return [*heard, *delivered, *self.orthonormal_p(self.p_message, self.p, self.good)]
+        received = [self._check(self.p_message), *self._scatter(self.p_message)]
+        written = self._reconstruct(self.p_message, self.q, self.own_p, left=True)
+        return [*received, *written, *self.orthonormal_p(self.p_message, self.p, self.finite)]
 
     def _last_q(self) -> list[Launch]:
-        heard = [self._check(self.q_message), *(self._scatter(self.q_message) if self._fresh else [])]
-        delivered = self._deliver(self.p, self.q_message, self.own_q, left=False)
-        return [*heard, *delivered, *self.orthonormal_q(self.q_message, self.q, self.good)]
+        received = [self._check(self.q_message), *(self._scatter(self.q_message) if self._alternating else [])]
+        written = self._reconstruct(self.p, self.q_message, self.own_q, left=False)
+        return [*received, *written, *self.orthonormal_q(self.q_message, self.q, self.finite)]
 
     @property
-    def _fresh(self) -> bool:
-        """Whether there is one round a step, not two."""
+    def _alternating(self) -> bool:
+        """Whether a step has one round, not two."""
         return self.codec.rounds == "alternating"
 
     @property
-    def _kept(self) -> bool:
-        """Whether M lies in the place of G from the first of two rounds on: that spares two passes over E."""
-        return not self._fresh and self.dtype == torch.float32
+    def _stores_m(self) -> bool:
+        """Whether the first of two rounds stores M over G, which saves two passes over E."""
+        return not self._alternating and self.dtype == torch.float32
 
     def _gather(self, message: Tensor) -> list[Launch]:
         if self.collection is None:
             return []
-        return [self.collection.moving(message[message.numel() - self.collection.numel :], gather=True)]
+        return [self.collection.launch(message[message.numel() - self.collection.numel :], gather=True)]
 
     def _scatter(self, message: Tensor) -> list[Launch]:
         if self.collection is None:
             return []
         tail = message[message.numel() - self.collection.numel :]
-        return [self.collection.moving(tail, gather=False, good=self.good)]
+        return [self.collection.launch(tail, gather=False, finite=self.finite)]
 
     def _check(self, message: Tensor) -> Launch:
-        arguments = {"x": message, "count": message.numel(), "good": self.good, "SIZE": _CHECKED}
-        return Launch(kernels.check, -(-message.numel() // _CHECKED), arguments, {})
+        arguments = {"x": message, "count": message.numel(), "finite": self.finite, "SIZE": _CHECK_BLOCK}
+        return Launch(kernels.clear_if_nonfinite, -(-message.numel() // _CHECK_BLOCK), arguments, {})
 
-    def _project(self) -> list[Launch]:
-        """P = (G + E) Q."""
-        blocks = kernels.blocks(kernels.PROJECT_AND_KEEP if self._kept else kernels.PROJECT, self.codec.rank)
+    def _compute_p(self) -> list[Launch]:
+        """Compute P = (G + E) Q."""
+        blocks = kernels.blocks(kernels.COMPUTE_P_AND_M if self._stores_m else kernels.COMPUTE_P, self.codec.rank)
         arguments = {
-            "q": self.q, "p": self.p_message, "own": self.own_p, "good": self.good, "KEEP": self._kept,
+            "q": self.q, "p": self.p_message, "own": self.own_p, "finite": self.finite, "STORE_M": self._stores_m,
         }  # fmt: skip
-        return self._over_tiles(kernels.project, blocks, (blocks.rows, None), arguments)
+        return self._launch_over_tiles(kernels.compute_p, blocks, (blocks.rows, None), arguments)
 
-    def _reflect(self, first: bool) -> list[Launch]:
-        """Q = (G + E)ᵀ P."""
-        blocks = kernels.blocks(kernels.REFLECT, self.codec.rank)
+    def _compute_q(self, first: bool) -> list[Launch]:
+        """Compute Q = (G + E)ᵀ P."""
+        blocks = kernels.blocks(kernels.COMPUTE_Q, self.codec.rank)
         arguments = {
-            "p": self.p, "parts": self.parts, "good": self.good, "CHUNK": self.chunk, "ADD": not self._kept,
+            "p": self.p, "parts": self.parts, "finite": self.finite, "CHUNK": self.chunk, "ADD": not self._stores_m,
             "FIRST": first,
         }  # fmt: skip
-        # Backwards: what was used last is still in the cache.
-        tiles = self._over_tiles(kernels.reflect, blocks, (self.chunk, blocks.columns), arguments, backwards=True)
+        # Backwards: the last tiles of the kernel before are still in the cache.
+        tiles = self._launch_over_tiles(
+            kernels.compute_q, blocks, (self.chunk, blocks.columns), arguments, backwards=True
+        )
         thin = [(n * self.codec.rank, 1) for _, n in self.shapes]
-        stretches = self._tiles(range(len(thin)), _STRETCH, None, thin)
+        sum_tiles = self._tiles(range(len(thin)), _SUM_BLOCK, None, thin)
         sums = {
-            "tiles": stretches, "count": stretches.shape[1], "matrices": self.matrices, "parts": self.parts,
-            "q": self.q_message, "own": self.own_q, "RANK": self.codec.rank, "SIZE": _STRETCH, "CHUNK": self.chunk,
+            "tiles": sum_tiles, "count": sum_tiles.shape[1], "matrices": self.matrices, "parts": self.parts,
+            "q": self.q_message, "own": self.own_q, "RANK": self.codec.rank, "SIZE": _SUM_BLOCK, "CHUNK": self.chunk,
         }  # fmt: skip
-        return [*tiles, Launch(kernels.add_parts, stretches.shape[1], sums, {})]
+        return [*tiles, Launch(kernels.sum_parts, sum_tiles.shape[1], sums, {})]
 
-    def _deliver(self, u: Tensor, v: Tensor, own: Tensor, left: bool) -> list[Launch]:
-        """G = U Vᵀ, E = G + E − U' V'ᵀ."""
-        blocks = kernels.blocks(kernels.DELIVER_KEPT if self._kept else kernels.DELIVER, self.codec.rank)
+    def _reconstruct(self, u: Tensor, v: Tensor, own: Tensor, left: bool) -> list[Launch]:
+        """Compute G = U Vᵀ and E = G + E − U' V'ᵀ."""
+        blocks = kernels.blocks(kernels.RECONSTRUCT_FROM_M if self._stores_m else kernels.RECONSTRUCT, self.codec.rank)
         arguments = {
-            "u": u, "v": v, "own": own, "good": self.good, "ADD": not self._kept, "LEFT": left, "DOT": blocks.dot,
-            "ALONE": blocks.alone,
+            "u": u, "v": v, "own": own, "finite": self.finite, "ADD": not self._stores_m, "LEFT": left,
+            "DOT": blocks.dot, "ONE_TILE": blocks.one_tile,
         }  # fmt: skip
-        cut = (blocks.rows, blocks.columns if blocks.alone else None)
-        return self._over_tiles(kernels.deliver, blocks, cut, arguments, backwards=left)
+        cut = (blocks.rows, blocks.columns if blocks.one_tile else None)
+        return self._launch_over_tiles(kernels.reconstruct, blocks, cut, arguments, backwards=left)
 
-    def _over_tiles(
+    def _launch_over_tiles(
         self, kernel: Any, blocks: kernels.Blocks, cut: tuple[int, int | None], arguments: dict[str, Any],
         backwards: bool = False,
     ) -> list[Launch]:  # fmt: skip
-        """One launch over all aligned matrices, and one over the others if there are any."""
+        """Return one launch over all aligned matrices, and one over the others."""
         found = []
         for aligned in (True, False):
             members = [i for i, each in enumerate(self._aligned) if each == aligned]
@@ -189,7 +191,7 @@ class Group:
             common = {
                 "tiles": tiles, "count": tiles.shape[1], "matrices": self.matrices, "g_at": self.g_at,
                 "e_at": self.e_at, "GRADIENT": _GRADIENTS[self.dtype], "ALIGNED": aligned,
-                "RANK": self.codec.rank, "WIDE": max(16, 1 << (self.codec.rank - 1).bit_length()),
+                "RANK": self.codec.rank, "PADDED_RANK": max(16, 1 << (self.codec.rank - 1).bit_length()),
                 "ROWS": blocks.rows, "COLUMNS": blocks.columns,
             }  # fmt: skip
             options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
@@ -200,7 +202,7 @@ class Group:
         self, members: Sequence[int], rows: int, columns: int | None, shapes: Sequence[tuple[int, int]],
         backwards: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Cut matrices into tiles of `rows` and `columns`, or whole rows: matrix, first row, first column of each."""
+        """Return a table of tiles of `rows` and `columns`, or whole rows: matrix, first row, first column of each."""
         places = [
             (i, y, x)
             for i in members
@@ -214,7 +216,7 @@ class Group:
 
 
 def _places(sizes: Sequence[int], widths: Sequence[int]) -> list[int]:
-    """Where each of these begins, one behind the other: multiples of 4 first, so that all of them begin at such."""
+    """Return offsets of concatenated blocks: widths divisible by 4 first, so that their offsets are divisible by 4."""
     places, at = [0] * len(sizes), 0
     for i in sorted(range(len(sizes)), key=lambda i: widths[i] % 4 > 0):
         places[i] = at

@@ -1,4 +1,4 @@
-"""Many small tensors to and from one flat one, in one launch."""
+"""Copy many small tensors to one flat tensor, or back, in one launch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ SIZE = 1024
 
 @triton.jit(do_not_specialize=["count"])
 def move(
-    tiles, count, addresses, sizes, flat, good,
-    GATHER: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr, SPOIL: tl.constexpr,
+    tiles, count, addresses, sizes, flat, finite,
+    GATHER: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """Copy one stretch of one tensor to its place in `flat`, or back; with SPOIL as NaN unless `good`."""
+    """Copy one block of a tensor to its position in `flat`, or back. With CHECKED, write NaN back unless `finite`."""
     tile = tl.program_id(0)
     i = tl.load(tiles + tile)
     at = tl.load(tiles + count + tile) + tl.arange(0, SIZE)
@@ -24,6 +24,6 @@ def move(
         tl.store(flat + place, tl.load(tensor + at, mask=inside), mask=inside)
     else:
         value = tl.load(flat + place, mask=inside)
-        if SPOIL:
-            value += tl.where(tl.load(good) > 0, 0.0, float("nan"))
+        if CHECKED:
+            value += tl.where(tl.load(finite) > 0, 0.0, float("nan"))
         tl.store(tensor + at, value, mask=inside)

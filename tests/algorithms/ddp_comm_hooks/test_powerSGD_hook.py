@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from laconic import DisagreementError
 from laconic.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from laconic.checks.agreement import DisagreementError
 from tests.algorithms.implementations import hooked, power, power_state, sgd, train
 from tests.session.models import assert_equal_bits, mlp, weights
 from tests.workers import run_workers

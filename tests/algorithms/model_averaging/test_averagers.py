@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from laconic import DisagreementError
 from laconic.algorithms.model_averaging.averagers import PeriodicModelAverager
 from laconic.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from laconic.algorithms.model_averaging.utils import average_parameters, average_parameters_or_parameter_groups
-from laconic.checks.agreement import DisagreementError
 from tests.workers import WorkerError, run_workers
 
 

@@ -1,4 +1,4 @@
-"""Digits: an extra that says how to get it, and a split without overlap."""
+"""Digits: the optional dependency, and the split."""
 
 import sys
 from importlib.machinery import ModuleSpec
@@ -8,21 +8,21 @@ import numpy
 import pytest
 import torch
 
-from laconic.compare import digits
+from laconic.compare.lab import digits
 from laconic.compare.lab.tasks import loss_of, make_task, validation_loss
 from laconic.compare.settings import LabError, Settings
 
 
 @pytest.fixture
 def embedded_digits(monkeypatch):
-    """A stand-in for scikit-learn with its digits' shapes and range."""
+    """A substitute for scikit-learn with the shapes and the range of its digits."""
     random = numpy.random.default_rng(0)
     target = random.integers(0, 10, 160)
     images = (random.random((160, 8, 8)) + target[:, None, None]) * 16 / 11
     found = SimpleNamespace(images=images, target=target)
     for name in ("sklearn", "sklearn.datasets"):
         module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)  # others look for it
+        module.__spec__ = ModuleSpec(name, None)  # other packages look for it
         monkeypatch.setattr(module, "load_digits", lambda: found, raising=False)
         monkeypatch.setitem(sys.modules, name, module)
 
@@ -35,11 +35,11 @@ def test_without_the_extra_the_error_names_it(monkeypatch):
 
 
 def test_split_and_ranges(embedded_digits):
-    train, validation = digits.load()
-    assert train.images.shape == (140, 1, 8, 8)
-    assert validation.images.shape == (20, 1, 8, 8)
-    assert 0 <= train.images.min() <= train.images.max() <= 1
-    assert train.labels.dtype == torch.long
+    (images, labels), (validation_images, _) = digits.load()
+    assert images.shape == (140, 1, 8, 8)
+    assert validation_images.shape == (20, 1, 8, 8)
+    assert 0 <= images.min() <= images.max() <= 1
+    assert labels.dtype == torch.long
 
 
 def test_the_resnet_learns_them(embedded_digits):
@@ -55,5 +55,5 @@ def test_the_resnet_learns_them(embedded_digits):
 
 def test_real_digits():
     pytest.importorskip("sklearn")
-    train, validation = digits.load()
-    assert len(train.labels) + len(validation.labels) == 1797
+    (_, labels), (_, validation_labels) = digits.load()
+    assert len(labels) + len(validation_labels) == 1797

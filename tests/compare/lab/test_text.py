@@ -1,16 +1,18 @@
-"""Text: split by file, the same everywhere, and clear about what is missing."""
+"""Text: split by file, the same everywhere, with errors that tell what is missing."""
 
 import os
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
 
-from laconic.compare import text
+from laconic.compare.lab import text
 from laconic.compare.settings import LabError
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path) -> Path:
     """Twenty files of a hundred bytes, each of one letter; a hidden one, a binary one and an empty one."""
     for index in range(20):
         (tmp_path / f"{index}.txt").write_bytes(bytes([65 + index]) * 100)
@@ -20,46 +22,51 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_the_standard_library_is_there_and_split_by_file():
-    library = text.load(None, context=128)
-    assert len(library.train) > 1_000_000
-    assert len(library.validation) > 100_000
-    assert not set(library.train_files) & set(library.validation_files)
-    assert not [name for name in library.train_files if "site-packages" in name or name.startswith("test/")]
+def split(folder: Path) -> tuple[text.Files, text.Files]:
+    return text.split_by_file(folder, text.files_under(folder))
+
+
+def test_the_standard_library_is_split_by_file():
+    train, validation = text.load(None, context=128)
+    assert len(train) > 1_000_000
+    assert len(validation) > 100_000
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [path.relative_to(root).as_posix() for path in text.files_under(root, ".py", text.NOT_LIBRARY)]
+    assert len(files) > 100
+    assert not [name for name in files if "site-packages" in name or name.startswith("test/")]
 
 
 def test_a_folder_is_split_by_file_and_always_the_same_way(folder):
     one, two = text.load(folder, context=16), text.load(folder, context=16)
-    assert torch.equal(one.train, two.train)
-    assert torch.equal(one.validation, two.validation)
-    assert len(one.validation_files) == 2
-    assert len(one.train_files) == 18
-    letters = set(one.train.tolist()) & set(one.validation.tolist())
-    assert letters <= {ord("\n")}
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    train, validation = split(folder)
+    assert (len(train), len(validation)) == (18, 2)
+    assert not set(train) & set(validation)
+    assert set(one[0].tolist()) & set(one[1].tolist()) <= {ord("\n")}
 
 
 def test_hidden_binary_and_empty_files_are_left_out(folder):
-    found = text.load(folder, context=16)
-    assert not {".hidden", "binary", "empty"} & {*found.train_files, *found.validation_files}
+    train, validation = split(folder)
+    assert not {".hidden", "binary", "empty"} & {*train, *validation}
 
 
-def test_the_order_in_which_a_folder_is_listed_does_not_matter(folder):
+def test_the_order_of_the_listing_does_not_matter(folder):
     paths = sorted(text.files_under(folder))
-    assert torch.equal(text.split_by_file(folder, paths).train, text.split_by_file(folder, paths[::-1]).train)
+    forward, backward = text.split_by_file(folder, paths), text.split_by_file(folder, paths[::-1])
+    assert [list(files.items()) for files in forward] == [list(files.items()) for files in backward]
 
 
 def test_no_more_is_read_than_needed(folder, monkeypatch):
     monkeypatch.setattr(text, "MOST_BYTES", 250)
-    found = text.load(folder, context=16)
-    assert [len(found.train_files), len(found.validation_files)] == [2, 1]
+    assert [len(files) for files in split(folder)] == [2, 1]
 
 
-def test_one_file_gives_its_last_tenth(tmp_path):
+def test_the_last_tenth_of_one_file_is_for_validation(tmp_path):
     path = tmp_path / "book.txt"
     path.write_bytes(b"a" * 900 + b"b" * 100)
-    found = text.load(path, context=16)
-    assert set(found.train.tolist()) == {ord("a")}
-    assert set(found.validation.tolist()) == {ord("b")}
+    train, validation = text.load(path, context=16)
+    assert set(train.tolist()) == {ord("a")}
+    assert set(validation.tolist()) == {ord("b")}
 
 
 def test_a_missing_path(tmp_path):
@@ -83,11 +90,11 @@ def test_an_empty_folder(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
 def test_an_unreadable_file_is_left_out(folder):
     (folder / "0.txt").chmod(0)
-    found = text.load(folder, context=16)
-    assert "0.txt" not in {*found.train_files, *found.validation_files}
+    train, validation = split(folder)
+    assert "0.txt" not in {*train, *validation}
 
 
-def test_batches_repeat_for_the_same_seed_and_differ_for_any_other():
+def test_batches_depend_on_the_whole_seed():
     source = torch.arange(200, dtype=torch.uint8)
     first = text.batch(source, 4, 8, (0, 1, 2))
     assert all(torch.equal(a, b) for a, b in zip(first, text.batch(source, 4, 8, (0, 1, 2)), strict=True))

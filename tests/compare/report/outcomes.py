@@ -1,9 +1,9 @@
-"""Outcomes as a comparison over a slow link gives them, without running one."""
+"""Outcomes of a comparison over a slow link, without running one."""
 
 import math
 from dataclasses import replace
 
-from laconic.compare.lab.training import Outcome, Point
+from laconic.compare.records import Outcome, Point
 
 
 def curve(steps: int, step_s: float, step_bytes: int) -> tuple[Point, ...]:

@@ -1,4 +1,4 @@
-"""The page in a real browser: no error, no network, every figure drawn, on a desktop and on a phone, light and dark."""
+"""The page in a real browser: no error, no network, all figures, on a desktop and on a phone, light and dark."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def shown(browser: Any, address: str, scheme: str, width: int) -> None:
-    """Opens the page as a reader with this taste and this screen does, without a network."""
+    """Open the page with this colour scheme and this screen width, offline."""
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
@@ -73,8 +73,8 @@ def test_the_page(browser, address, scheme, width):
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
 
 
-def test_dark_is_dark_and_text_can_be_read(browser, address):
-    """The ink of the page and of its figures, against the paper, in both schemes."""
+def test_dark_is_dark_and_text_has_contrast(browser, address):
+    """The contrast of text and figures with the background, in both schemes."""
     for scheme in ("light", "dark"):
         shown(browser, address, scheme, 1200)
         paper = brightness(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))

@@ -1,4 +1,4 @@
-"""The page stands alone, and holds everything that it should."""
+"""The page is self-contained and complete."""
 
 import base64
 import json
@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from laconic.compare.files import as_json
+from laconic.compare.records import as_json
 from laconic.compare.report import check_drawable, headline, write_page, write_png
-from laconic.compare.report.figures import STAND_IN, drawings, parts, svg
+from laconic.compare.report.figures import INK, drawings, parts, svg
 from laconic.compare.report.page import page
 from laconic.compare.settings import LabError
 from tests.compare.report.outcomes import ALL, DDP, LOCAL, LOW_RANK
@@ -38,7 +38,7 @@ class Links(HTMLParser):
                 self.ids.append(value or "")
 
 
-def test_nothing_is_loaded_and_no_name_is_twice():
+def test_nothing_is_loaded_and_ids_are_unique():
     text = page(ALL, COMMAND)
     links = Links()
     links.feed(text)
@@ -51,7 +51,7 @@ def test_nothing_is_loaded_and_no_name_is_twice():
     assert len(text) < 500_000
 
 
-def test_what_it_says(tmp_path):
+def test_the_content(tmp_path):
     path = tmp_path / "out.html"
     write_page(path, ALL, COMMAND)
     text = path.read_text()
@@ -82,10 +82,10 @@ def test_a_computed_link_is_called_computed():
     text = page([replace(outcome, clock="computed", interface_bytes=None) for outcome in ALL], COMMAND)
     assert "<strong>Computed:</strong>" in text
     assert "seconds to loss 2.6 (computed)" in text
-    assert "seconds (the link's computed)" in text
+    assert "seconds (link computed)" in text
 
 
-def test_text_from_outside_is_only_text():
+def test_text_of_the_user_is_escaped():
     odd = replace(DDP, plan="<b>&", model="</script><script>", link='"><x>')
     text = page([odd], ["--script", "<i>.py"])
     for raw in ("<b>&", "</script>", "<x>", "<i>"):
@@ -93,7 +93,7 @@ def test_text_from_outside_is_only_text():
 
 
 def test_a_run_without_numbers_still_gives_a_page():
-    """No steps shown, a loss that is no number, nothing sent, no waiting known, many plans."""
+    """No curve, a loss of NaN, nothing sent, no waiting time, many plans."""
     bare = replace(
         DDP, curve=(), level_bytes={}, waiting_seconds=None, loss_final=float("nan"), until_loss=None, sent_bytes=0
     )
@@ -123,9 +123,9 @@ def test_figures_take_their_colours_from_the_page():
         source = svg(drawing, ALL)
         assert source.startswith("<svg viewBox=")
         assert "var(--" in source
-        assert STAND_IN.ink not in source
+        assert INK not in source
         assert set(re.findall(r"(?:stroke|fill): (#\w+)", source)) <= {"#000000"}, drawing.name
-        assert svg(drawing, ALL) == source  # drawn the same way every time
+        assert svg(drawing, ALL) == source  # deterministic
 
 
 def test_the_image(tmp_path):
@@ -134,9 +134,8 @@ def test_the_image(tmp_path):
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_what_is_not_installed_is_told_before_training(monkeypatch):
+def test_missing_dependencies_are_refused_before_training(monkeypatch):
     check_drawable("--report out.html")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("laconic.compare.report.page.find_spec", lambda name: None if name == "matplotlib" else object())
     with pytest.raises(LabError, match=r'--report out.html: its figures need matplotlib, .*"laconic\[report\]"'):
         check_drawable("--report out.html")

@@ -1,8 +1,8 @@
-"""The sentence says what happened, whatever happened."""
+"""The headline, for each way in which runs can end."""
 
 from dataclasses import replace
 
-from laconic.compare.lab.training import Outcome
+from laconic.compare.records import Outcome
 from laconic.compare.report import headline
 from laconic.compare.units import duration
 from tests.compare.report.outcomes import DDP, LOCAL, LOW_RANK
@@ -44,13 +44,14 @@ def test_the_same_steps():
 
 def test_the_same_seconds():
     assert headline([after_a_minute(DDP, 3.0), after_a_minute(LOW_RANK, 2.34)]) == (
-        "In 1 min, power_sgd(rank=4) comes to a validation loss of 2.340, ddp() to 3.000; it sends 23 times less."
+        "In 1 min, power_sgd(rank=4) reaches a validation loss of 2.340, ddp() reaches 3.000; "
+        "power_sgd(rank=4) sends 23 times less."
     )
     more = headline([after_a_minute(LOW_RANK, 3.0), after_a_minute(DDP, 2.3)])
-    assert more.endswith("it sends 23 times more.")
+    assert more.endswith("ddp() sends 23 times more.")
 
 
-def test_what_is_computed_is_called_so():
+def test_a_computed_time_is_called_computed():
     assert headline([replace(DDP, clock="computed")]).endswith("The link's time is computed, not measured.")
 
 

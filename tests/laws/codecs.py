@@ -1,0 +1,111 @@
+"""The codecs that the laws test, and how results are compared. To add a codec, add it to `CODECS`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.comm.requests import Averaged
+from tests.laws.world import World
+
+QUICK: list[Codec] = [
+    Exact(),
+    Cast("bf16"),
+    LowRank(rank=2, rounds="alternating"),
+    ErrorFeedback(LowRank(rank=1)),
+    ByShape(LowRank(rank=1)),
+    ByShape(LowRank(rank=4, warm_start=False, seed=7)),
+    ByShape(ErrorFeedback(LowRank(rank=2))),
+    ByShape(ErrorFeedback(LowRank(rank=4, rounds="alternating", min_compression=0))),
+    ByShape(ErrorFeedback(LowRank(rank=2, rounds="alternating")), rest=ErrorFeedback(Cast("fp16"))),
+    ByShape(ErrorFeedback(LowRank(rank=2, rounds="alternating"), subtract="mean")),
+    Batched(ErrorFeedback(LowRank(rank=1))),
+]
+"""One codec of each kind. The tests of all others are marked slow."""
+CODECS: list[Codec] = [
+    *QUICK,
+    Exact(wide=True),
+    Cast("fp16"),
+    LowRank(rank=2),
+    ErrorFeedback(Exact()),
+    ErrorFeedback(Cast("bf16")),
+    ErrorFeedback(Cast("fp16")),
+    ErrorFeedback(LowRank(rank=2, rounds="alternating", min_compression=0)),
+    ByShape(LowRank(rank=2)),
+    ByShape(LowRank(rank=4, min_compression=0)),
+    ByShape(LowRank(rank=1, rounds="alternating")),
+    ByShape(LowRank(rank=4, rounds="alternating", min_compression=1)),
+    ByShape(LowRank(rank=1, warm_start=False)),
+    ByShape(ErrorFeedback(LowRank(rank=1))),
+    ByShape(ErrorFeedback(LowRank(rank=4))),
+    ByShape(ErrorFeedback(LowRank(rank=1, rounds="alternating"))),
+    ByShape(ErrorFeedback(LowRank(rank=2, warm_start=False))),
+    ByShape(ErrorFeedback(LowRank(rank=2)), rest=Cast("bf16")),
+    ByShape(LowRank(rank=2), rest=Exact(wide=True)),
+    ErrorFeedback(ByShape(LowRank(rank=1, rounds="alternating"), rest=Cast("bf16"))),
+    ErrorFeedback(ByShape(LowRank(rank=2))),
+    ErrorFeedback(LowRank(rank=2), subtract="mean"),
+    Batched(LowRank(rank=2)),
+    ErrorFeedback(Batched(LowRank(rank=4, rounds="alternating"))),
+]
+TENSOR_BY_TENSOR = [codec for codec in CODECS if "Batched" not in repr(codec)]
+"""Codecs that encode each tensor by itself. `Batched` makes one matrix of all tensors."""
+FEEDBACK = [codec for codec in CODECS if "ErrorFeedback" in repr(codec)]
+PLAIN_LOW_RANK = [codec for codec in TENSOR_BY_TENSOR if "LowRank" in repr(codec) and codec not in FEEDBACK]
+WARM = [codec for codec in PLAIN_LOW_RANK if "warm_start=False" not in repr(codec)]
+FUSED = [codec for codec in CODECS if "ErrorFeedback(codec=LowRank" in repr(codec) and "subtract" not in repr(codec)]
+"""Codecs with a fused path if the input may be overwritten; it equals the plain code up to rounding."""
+COLD = [codec for codec in CODECS if "warm_start=False" in repr(codec)]
+
+WORLDS = [(1, torch.float16), (2, torch.bfloat16), (3, torch.float64), (4, torch.float32)]
+each_world = pytest.mark.parametrize(("workers", "dtype"), WORLDS, ids=lambda x: str(x).removeprefix("torch."))
+half_and_single = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+
+
+def each(codecs: Sequence[Codec]) -> pytest.MarkDecorator:
+    """Test a law on each codec."""
+    return pytest.mark.parametrize("codec", [case(codec, repr(codec)) for codec in codecs])
+
+
+def each_path(codecs: Sequence[Codec]) -> pytest.MarkDecorator:
+    """Test a law on each codec, and also on the fused path of those that have one."""
+    ways = [(codec, reuse) for codec in codecs for reuse in ([False, True] if codec in FUSED else [False])]
+    cases = [case(codec, f"{codec}{'-reuse' if reuse else ''}", reuse) for codec, reuse in ways]
+    return pytest.mark.parametrize(("codec", "reuse"), cases)
+
+
+def case(codec: Codec, name: str, *values: object) -> Any:
+    """Return one case of a test, marked slow unless its codec is in `QUICK`."""
+    return pytest.param(codec, *values, id=name, marks=[] if codec in QUICK else [pytest.mark.slow])
+
+
+RANK_DEFICIENT = {"deficient.weight", "one_row.weight"}
+"""Matrices of lower rank than their factors: rounding decides how these are completed, so results may differ."""
+
+
+def rounding(codec: Codec, dtype: torch.dtype) -> float:
+    """Return the relative error of one rounding in the coarsest dtype involved."""
+    coarse = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    types = [dtype, *(each for word, each in coarse.items() if word in repr(codec))]
+    return max(torch.finfo(each).eps for each in types)
+
+
+def subtracts(codec: Codec) -> str:
+    """Return what a codec with feedback subtracts: its own part, or the mean."""
+    return "mean" if "subtract='mean'" in repr(codec) else "own"
+
+
+def assert_close(got: Tensor, expected: Tensor, relative: float, scale: Tensor | None = None) -> None:
+    """Compare within `relative` of the largest magnitude: a zero tensor must be exactly zero."""
+    largest = (expected if scale is None else scale).abs().max().item() if expected.numel() else 0.0
+    torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=relative * largest)
+
+
+def run(world: World, steps: Sequence[object], dtype: torch.dtype = torch.float32) -> list[Averaged]:
+    """Run several steps on new tensors and return the results of worker 0."""
+    return [world.average(world.inputs(step, dtype))[0] for step in steps]
