@@ -142,7 +142,7 @@ class ParsedScript:
             if twins and not prefix:
                 self._new[node] = self._plain_import(node, twins)
             elif len(modules) == 1 and all(twins.get(each, "").endswith(f".{names[each]}") for each in names):
-                self._new[node] = node.with_changes(module=cst.parse_expression(*modules))
+                self._new[node] = node.with_changes(module=cst.parse_expression(modules.pop()))
             elif twins:
                 way_out = f"Split it. Names in laconic: {', '.join(twins.values())}"
                 yield self._finding(node, "by hand", "mixed import", _WHY, way_out)

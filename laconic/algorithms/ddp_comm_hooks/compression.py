@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laconic.algorithms.ddp_comm_hooks.conversion import torch_factors
+from laconic.algorithms.ddp_comm_hooks.torch_state import matrix_shape, torch_factors
 from laconic.checks.agreement import agree, parameter_facts
 from laconic.codecs import Batched, ByShape, Codec, ErrorFeedback, LowRank
 from laconic.codecs.batched import name_of, side_of
@@ -85,7 +85,7 @@ def _draw(
         side = _side(tensors)
         shapes = {name_of(tensors): (side, side)} if side else {}
     else:
-        shapes = {name: _matrix_shape(t) for name, t in tensors.items() if torch_factors(low_rank, t)}
+        shapes = {name: matrix_shape(t) for name, t in tensors.items() if torch_factors(low_rank, t)}
     first = state.iter == state.start_powerSGD_iter
     if not (state.warm_start and all(name in q for name in shapes) and (shapes or not first)):
         seed = int(state.rng.randint(1_000_000_000))
@@ -119,17 +119,13 @@ def count(state: PowerSGDState, bucket: GradBucket, tensors: Mapping[str, Tensor
         state.total_numel_after_compression += 2 * side * min(low_rank.rank, side)
     else:
         for t in tensors.values():
-            rows, columns = _matrix_shape(t) if low_rank.accepts(t.shape) else (0, 0)
+            rows, columns = matrix_shape(t) if low_rank.accepts(t.shape) else (0, 0)
             rank = min(low_rank.rank, rows, columns)
             state.total_numel_after_compression += rank * (rows + columns) or t.numel()
     if bucket.is_last() and state.iter >= state.next_stats_report:
         rate, before, after = state.compression_stats()
         logger.info("PowerSGD at iteration %s: %s elements became %s, rate %s", state.iter, before, after, rate)
         state.next_stats_report = state.iter + state.compression_stats_logging_frequency
-
-
-def _matrix_shape(t: Tensor) -> tuple[int, int]:
-    return t.shape[0], t.shape[1:].numel()
 
 
 def _side(tensors: Mapping[str, Tensor]) -> int:

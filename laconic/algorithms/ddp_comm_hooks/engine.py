@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -11,12 +12,12 @@ from torch import Tensor
 from torch.futures import Future
 
 from laconic.codecs import Codec
-from laconic.comm.averaging import write
+from laconic.comm.averaging import written
 from laconic.comm.collectives import launch
 from laconic.comm.queue import CollectiveQueue, resolved
-from laconic.comm.requests import State
+from laconic.comm.requests import Exchange, State
 from laconic.ledger import Ledger
-from laconic.session.bucket_queue import BucketQueue
+from laconic.session.bucket_queue import Average, BucketQueue
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -61,16 +62,21 @@ class ParameterNames:
 class Engine:
     """The queue, ledger, buckets and parameter names of one hook state. Never saved."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, layout: Sequence[Sequence[str]] = ()) -> None:
         self.group = group_or_world(group)
         self.ledger = Ledger()
         self.queue = CollectiveQueue(self.group, self.ledger)
         self.buckets = BucketQueue(self.queue)
+        self.buckets.repeat(layout)
         self.names = ParameterNames()
         self.first_backward = True
         self.state_tree: State = {}
         """Only for PowerSGD: the memory of the hook state as its codec expects it."""
         self.state_tree_key: tuple[object, ...] = ()
+
+    def average(self, tensors: dict[str, Tensor], bucket: GradBucket, begin: Average) -> Future[Tensor]:
+        """Submit the exchange that `begin` starts, which then writes the means over the gradients of the bucket."""
+        return self.buckets.take(tensors, bucket.buffer(), bucket.is_last(), lambda some: written(begin(some), some))
 
 
 def average_once(codec: Codec, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
@@ -79,7 +85,8 @@ def average_once(codec: Codec, group: dist.ProcessGroup | None, bucket: GradBuck
     The callback neither launches nor waits, so the caller alone decides the order of the collectives.
     """
     flat = bucket.buffer()
-    handles = _average_in_place(codec, group_or_world(group), flat)
+    tensors = {"": flat}
+    handles = _handles(written(codec.average(tensors, {}, reuse=True), tensors), group_or_world(group))
     work = next(handles, None)
     if work is None:  # a single worker
         return resolved(flat)
@@ -94,15 +101,9 @@ def average_once(codec: Codec, group: dist.ProcessGroup | None, bucket: GradBuck
     return future.then(finish)
 
 
-def _average_in_place(codec: Codec, group: dist.ProcessGroup, flat: Tensor) -> Iterator[Any]:
-    """Launch the collectives of `codec`, yield the handle of each, and write the mean to `flat`."""
-    tensors = {"": flat}
-    exchange = codec.average(tensors, {}, reuse=True)
-    result = None
-    while True:
-        try:
-            request = exchange.send(result)  # type: ignore[arg-type]  # None starts the generator
-        except StopIteration as stop:
-            write(tensors, stop.value.mean)
-            return
-        result = yield from launch(request, group)
+def _handles(exchange: Exchange, group: dist.ProcessGroup) -> Iterator[Any]:
+    """Launch the collectives of an exchange, and yield the handle of each."""
+    result: Any = None  # starts the generator
+    with suppress(StopIteration):
+        while True:
+            result = yield from launch(exchange.send(result), group)

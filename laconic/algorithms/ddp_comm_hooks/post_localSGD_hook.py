@@ -131,8 +131,7 @@ class PostLocalSGDState(_ExtraSlots):
         group = group_or_world(self.subgroup if local else self.process_group)
         engine = self._engines.get(local)
         if engine is None or engine.group is not group:
-            engine = self._engines[local] = Engine(group)
-            engine.buckets.repeat(self._saved_layout)
+            engine = self._engines[local] = Engine(group, self._saved_layout)
         return engine
 
     def _create_subgroup(self) -> None:
@@ -160,10 +159,10 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[T
         return noop_hook(None, bucket)
     state._create_subgroup()
     tensors = state._names.gradients(bucket)
-    buckets = state._get_engine(local).buckets
+    engine = state._get_engine(local)
     if not local:
         state.maybe_increase_iter(bucket)
-    return buckets.take(tensors, bucket.buffer(), bucket.is_last(), _exact)
+    return engine.average(tensors, bucket, _exact)
 
 
 def _exact(tensors: Mapping[str, Tensor]) -> Exchange:

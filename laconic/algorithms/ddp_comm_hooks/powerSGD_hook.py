@@ -25,9 +25,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from laconic.algorithms.ddp_comm_hooks.compression import SETTINGS, agree_at_first, compressed, count
-from laconic.algorithms.ddp_comm_hooks.conversion import Conversion
 from laconic.algorithms.ddp_comm_hooks.engine import Engine, group_or_world
-from laconic.algorithms.ddp_comm_hooks.torch_state import PickledState
+from laconic.algorithms.ddp_comm_hooks.torch_state import Conversion, PickledState
 from laconic.codecs import ErrorFeedback, Exact, LowRank
 from laconic.comm.requests import Exchange
 from laconic.ledger import Ledger
@@ -246,8 +245,7 @@ class PowerSGDState(_ExtraSlots):
         """Return the engine, which the first bucket creates."""
         engine = self._engine
         if engine is None or engine.group is not group_or_world(self.process_group):
-            engine = self._engine = Engine(self.process_group)
-            engine.buckets.repeat(self._saved_layout)
+            engine = self._engine = Engine(self.process_group, self._saved_layout)
         return engine
 
 
@@ -294,7 +292,7 @@ def _average(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[
     def begin(some: Mapping[str, Tensor]) -> Exchange:
         return Exact().average(some, {}, reuse=True) if plain else compressed(state, some, batched)
 
-    future = engine.buckets.take(tensors, bucket.buffer(), bucket.is_last(), begin)
+    future = engine.average(tensors, bucket, begin)
     engine.first_backward = engine.first_backward and not bucket.is_last()
     state.maybe_increase_iter(bucket)
     return future

@@ -1,4 +1,4 @@
-"""Read a `PowerSGDState` that torch's own hook saved, without running code from the file.
+"""Read a `PowerSGDState` that torch's own hook saved, without running code from the file, and convert its memory.
 
 `torch.load(weights_only=True)` builds only allow-listed classes. Here every class and function that a saved state
 mentions, numpy's included, is mapped to a class that only records its state.
@@ -7,12 +7,12 @@ mentions, numpy's included, is mapped to a class that only records its state.
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, BinaryIO
 
@@ -20,20 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["PickledState", "UnsafePickleError", "read_power_sgd_state"]
+from laconic.codecs import LowRank
+from laconic.codecs.contract import wide_dtype
+
+__all__ = ["Conversion", "PickledState", "UnsafePickleError", "read_power_sgd_state"]
+
+logger = logging.getLogger(__name__)
 
 RandomStateTuple = tuple[str, np.ndarray[Any, Any], int, int, float]
-_MODULE = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
+_HOOK = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
 _MENTIONED = (
-    f"{_MODULE}.powerSGD_hook",  # torch's documentation saves the hook beside its state
-    f"{_MODULE}.batched_powerSGD_hook",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "numpy.core.multiarray._reconstruct",  # numpy 1
-    "numpy._core.multiarray._reconstruct",
-    "numpy.random._mt19937.MT19937",
-    "numpy.random._pickle.__bit_generator_ctor",
-    "numpy.random._pickle.__randomstate_ctor",
+    *(f"{_HOOK}.powerSGD_hook", f"{_HOOK}.batched_powerSGD_hook"),  # torch's documentation saves the hook as well
+    *("numpy.ndarray", "numpy.dtype", "numpy.random._mt19937.MT19937"),
+    *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),  # numpy 1 and 2
+    *("numpy.random._pickle.__bit_generator_ctor", "numpy.random._pickle.__randomstate_ctor"),
 )
 _FORMATS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")  # torch.save's zip; its magic number before 1.6
 
@@ -58,7 +58,6 @@ class PickledState:
     compression_stats_logging_frequency: int
     next_stats_report: int
     rng: RandomStateTuple
-    """The argument of `numpy.random.RandomState.set_state`."""
     error_dict: Mapping[int, Tensor]
     p_memory_dict: Mapping[int, Tensor]
     q_memory_dict: Mapping[int, Tensor]
@@ -69,8 +68,7 @@ def read_power_sgd_state(source: str | os.PathLike[str] | bytes) -> PickledState
     """Return the one `PowerSGDState` in a file that `torch.save` wrote, or in its bytes. No code in it is run.
 
     The state may be one entry of a checkpoint. Raises `UnsafePickleError` if the file asks for anything that a saved
-    state does not need, `ValueError` if it is damaged or does not hold exactly one state, `OSError` if it cannot be
-    read.
+    state does not need, `ValueError` if it is damaged or does not hold exactly one state.
     """
     with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
         states = _load_states(file)
@@ -106,8 +104,12 @@ def _load_states(file: BinaryIO) -> list[Any]:
             "convert it in a program of your own: torch.save(pickle.load(file), path)."
         )
     file.seek(0)
+    registered = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()  # names that the program has registered may be the real classes
     try:
-        with _only_allowed([(State, f"{_MODULE}.PowerSGDState"), *((_Recorded, name) for name in _MENTIONED)]):
+        with torch.serialization.safe_globals(
+            [(State, f"{_HOOK}.PowerSGDState"), *((_Recorded, n) for n in _MENTIONED)]
+        ):
             torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL (\S+)", str(error))
@@ -118,19 +120,9 @@ def _load_states(file: BinaryIO) -> list[Any]:
         ) from None  # torch's text recommends weights_only=False
     except Exception as error:  # which one depends on where the file is damaged
         raise _damaged(f"{type(error).__name__}: {error}") from error
-    return states
-
-
-@contextmanager
-def _only_allowed(names: list[Any]) -> Iterator[None]:
-    """Allow these names, and none that the program has registered: those may be the real classes."""
-    registered = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    try:
-        with torch.serialization.safe_globals(names):
-            yield
     finally:
         torch.serialization.add_safe_globals(registered)
+    return states
 
 
 def _damaged(what: str) -> ValueError:
@@ -142,45 +134,106 @@ def _damaged(what: str) -> ValueError:
 
 def _checked(saved: Any) -> PickledState:
     kinds = {each.name: str(each.type) for each in fields(PickledState)}
-    if not isinstance(saved, dict) or kinds.keys() - saved.keys() - _OPTIONAL or saved.keys() - kinds.keys():
-        wrong = kinds.keys() ^ saved.keys() if isinstance(saved, dict) else kinds
+    given = {"batch_tensors_with_same_shape": False, **saved} if isinstance(saved, dict) else {}  # new in torch 1.13
+    if wrong := kinds.keys() ^ given.keys():
         raise _damaged(f"these fields are missing or unknown: {', '.join(sorted(map(str, wrong)))}")
-    for name, value in saved.items():
-        if not _IS_VALID[kinds[name]](value):
+    given["rng"] = _random_state(given["rng"])
+    for name, value in given.items():
+        if not _IS_VALID.get(kinds[name], bool)(value):
             raise _damaged(f"its {name} is not a valid {kinds[name]}")
-    convert: dict[str, Callable[[Any], Any]] = {"float": float, "RandomStateTuple": _random_state}
-    return PickledState(**{name: convert.get(kinds[name], lambda v: v)(value) for name, value in saved.items()})
+    return PickledState(**given)
 
 
-def _is_random_state(saved: Any) -> bool:
-    """Whether this is `{"bit_generator": "MT19937", "state": {"key": array, "pos": 0}, "has_gauss": 0, "gauss": 0.0}`.
-
-    numpy does not check the position and would read memory outside the key.
-    """
-    try:
-        name, key, *numbers = _random_state(saved)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        return False
-    if name != "MT19937" or len(key) != 624 or [type(number) for number in numbers] != [int, int, float]:
-        return False
-    return 0 <= numbers[0] <= 624 and numbers[1] in (0, 1) and math.isfinite(numbers[2])
-
-
-def _random_state(saved: Any) -> RandomStateTuple:
-    rng = saved.state
-    _, _, dtype, _, data = rng["state"]["key"].state  # as numpy pickles an array
-    key = np.frombuffer(data, dtype={"<": "<u4", ">": ">u4"}[dtype.state[1]]).astype(np.uint32)
-    return rng["bit_generator"], key, rng["state"]["pos"], rng["has_gauss"], rng["gauss"]
-
-
-_OPTIONAL = {"batch_tensors_with_same_shape"}  # torch before 1.13 did not save it
 _IS_VALID: dict[str, Callable[[Any], bool]] = {
     "int": lambda value: type(value) is int and 0 <= value < 2**63,
     "float": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
     "bool": lambda value: type(value) is bool,
-    "RandomStateTuple": _is_random_state,
     "Mapping[int, Tensor]": lambda value: (
-        isinstance(value, dict)
-        and all(type(bucket) is int and bucket >= 0 and type(t) is Tensor for bucket, t in value.items())
+        isinstance(value, dict) and all(type(index) is int and type(t) is Tensor for index, t in value.items())
     ),
 }
+
+
+def _random_state(saved: Any) -> RandomStateTuple | None:
+    """Return the argument of `RandomState.set_state`; `None` if it is invalid."""
+    try:
+        rng = saved.state
+        _, _, dtype, _, data = rng["state"]["key"].state  # as numpy pickles an array
+        key = np.frombuffer(data, f"{dtype.state[1]}u4").astype(np.uint32)
+        position, has_gauss, gauss = int(rng["state"]["pos"]), int(rng["has_gauss"]), float(rng["gauss"])
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return None
+    is_inside = len(key) == 624 and 0 <= position <= 624  # numpy does not check it, and would read other memory
+    return (rng["bit_generator"], key, position, has_gauss, gauss) if is_inside else None
+
+
+class Conversion:
+    """Assigns the memory of a pickled state to parameters, once DDP has the bucket layout that it had when saving."""
+
+    def __init__(self, pickled: PickledState) -> None:
+        feedback, factors = {"error_dict": pickled.error_dict}, {"p_memory_dict": pickled.p_memory_dict}
+        factors["q_memory_dict"] = pickled.q_memory_dict
+        self._saved = (feedback if pickled.use_error_feedback else {}) | (factors if pickled.warm_start else {})
+        self._buckets: list[dict[str, Tensor]] = []
+        self._backwards = 0
+
+    def fit(self, tensors: Mapping[str, Tensor], last: bool, state: Any) -> bool:
+        """Add one bucket. After the last bucket of the second backward, convert or drop the memory and return True."""
+        self._buckets.append(dict(tensors))
+        if not last:
+            return False
+        self._backwards += 1
+        if self._backwards < 2:  # DDP rebuilds its buckets after the first backward, as it did before saving
+            self._buckets = []
+            return False
+        low_rank = LowRank(state.matrix_approximation_rank, state.min_compression_rate)
+        pieces = [
+            (slot, saved.get(index), bucket, _sizes(slot, bucket, low_rank))
+            for slot, saved in self._saved.items()
+            for index, bucket in enumerate(self._buckets if any(self._saved.values()) else [])
+        ]
+        if any(flat is None or flat.numel() != sum(map(math.prod, sizes.values())) for _, flat, _, sizes in pieces):
+            self._warn()
+            return True
+        for slot, flat, bucket, sizes in pieces:
+            # With feedback="own", tensors that are not compressed have no residual; torch's sum to zero over workers.
+            keeps_all = slot == "error_dict" and state.feedback == "mean"
+            parts = flat.reshape(-1).split([math.prod(size) for size in sizes.values()])
+            for (name, size), part in zip(sizes.items(), parts, strict=True):
+                if keeps_all or low_rank.accepts(bucket[name].shape):
+                    part = part.view(size).to(bucket[name].device, wide_dtype(part.dtype), copy=True)
+                    getattr(state, slot)[name] = part
+        return True
+
+    def _warn(self) -> None:
+        saved = next(saved for saved in self._saved.values() if saved)
+        logger.warning(
+            "PowerSGD: residuals and factors saved by torch fit other buckets (of %s elements) than this model's (of %s "
+            "elements), and are dropped. Use the same model and bucket_cap_mb as when they were saved.",
+            [t.numel() for t in saved.values()],
+            [sum(t.numel() for t in bucket.values()) for bucket in self._buckets],
+        )
+
+
+def matrix_shape(t: Tensor) -> tuple[int, int]:
+    """Return the rows and columns of a tensor as a matrix."""
+    return t.shape[0], t.shape[1:].numel()
+
+
+def torch_factors(low_rank: LowRank, t: Tensor) -> bool:
+    """Whether torch makes factors for `t`: for matrices, and below a rate of 1 also for vectors, as one column.
+
+    laconic does not compress vectors, but must draw torch's random numbers for them to get the same ones for the
+    matrices that follow.
+    """
+    return t.dim() > 0 and low_rank.accepts(torch.Size(matrix_shape(t)))
+
+
+def _sizes(slot: str, bucket: Mapping[str, Tensor], low_rank: LowRank) -> dict[str, tuple[int, ...]]:
+    """Return the shapes in torch's flat tensor of a bucket, in its order: factors are grouped by matrix shape."""
+    if slot == "error_dict":
+        return {name: tuple(t.shape) for name, t in bucket.items()}
+    shapes = {name: matrix_shape(t) for name, t in bucket.items() if torch_factors(low_rank, t)}
+    order = [name for shape in dict.fromkeys(shapes.values()) for name in shapes if shapes[name] == shape]
+    side = 0 if slot == "p_memory_dict" else 1
+    return {name: (shapes[name][side], min(low_rank.rank, *shapes[name])) for name in order}
