@@ -31,7 +31,7 @@ from laconic.checkpoint import folder as folders
 from laconic.checkpoint.loading import StrPath, checkpoints, verify
 from laconic.checkpoint.tree import CheckpointError, flatten, snapshot
 from laconic.checkpoint.workers import Barrier, resolve_barrier, resolve_worker
-from laconic.values import is_whole
+from laconic.values import is_number, is_whole
 
 logger = logging.getLogger("laconic.checkpoint")
 
@@ -95,7 +95,7 @@ def save(
     _check("workers", workers, workers is not None, "given with worker, as in save(..., worker=0, workers=4)")
     _check("step", step, is_whole(step, 0) and step < 2**63, "a whole number from 0 up, such as session.step")
     _check("keep", keep, is_whole(keep), "a whole number from 1 up, such as 10**9 to keep all")
-    _check("timeout_s", timeout_s, isinstance(timeout_s, int | float) and timeout_s > 0, "a number of seconds above 0")
+    _check("timeout_s", timeout_s, is_number(timeout_s) and timeout_s > 0, "a number of seconds above 0")
     call_barrier = resolve_barrier(barrier, workers := workers or 1)
     key = (os.path.realpath(folder), worker)
     if key in _last:

@@ -177,7 +177,6 @@ def test_in_the_background_the_state_of_the_call_is_saved(tmp_path):
     assert not saving.ended and [name[:15] for name in names(tmp_path)] == [".step-00000001."]
     save_half(tmp_path, None, 1, 1)
     assert saving.wait() and saving.error is None
-    assert saving.ended
     expected = {"w": torch.zeros(4), "view": torch.zeros(2), "c": torch.zeros(2, dtype=torch.complex64)}
     assert same(checkpoint.load(tmp_path, worker=0).state, expected)
 
