@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laconic.algorithms.ddp_comm_hooks.torch_state import matrix_shape, torch_factors
 from laconic.checks.agreement import agree, parameter_facts
 from laconic.codecs import Batched, ByShape, Codec, ErrorFeedback, LowRank
 from laconic.codecs.batched import name_of, side_of
@@ -80,34 +80,33 @@ def _draw(
     state: PowerSGDState, low_rank: LowRank, tensors: Mapping[str, Tensor], q: dict[str, Tensor], batched: bool
 ) -> None:
     """Add the first factors where there are none, from the random numbers that torch would draw."""
-    first_tensor = next(iter(tensors.values()))
-    if batched:
-        side = _side(tensors)
-        shapes = {name_of(tensors): (side, side)} if side else {}
-    else:
-        shapes = {name: matrix_shape(t) for name, t in tensors.items() if torch_factors(low_rank, t)}
+    like = next(iter(tensors.values()))
+    side = _side(tensors)
+    groups = ({(side, side): [name_of(tensors)]} if side else {}) if batched else factor_groups(tensors, low_rank)
+    names = [name for group in groups.values() for name in group]
     first = state.iter == state.start_powerSGD_iter
-    if not (state.warm_start and all(name in q for name in shapes) and (shapes or not first)):
-        seed = int(state.rng.randint(1_000_000_000))
-        dtype = wide_dtype(first_tensor.dtype)
-        drawn = _factors(shapes, low_rank.rank, seed, dtype, state.batch_tensors_with_same_shape)
-        q.update({name: x.to(first_tensor.device) for name, x in drawn.items() if name not in q})
+    if state.warm_start and all(name in q for name in names) and (names or not first):
+        return
+    generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
+    for shape, group in groups.items():
+        # [matrices, columns, rank]
+        counts = [len(group)] if state.batch_tensors_with_same_shape else [1] * len(group)
+        size, dtype = (shape[1], min(low_rank.rank, *shape)), wide_dtype(like.dtype)
+        drawn = torch.cat([torch.randn(count, *size, generator=generator, dtype=dtype) for count in counts])
+        q.update({name: x.to(like.device, copy=True) for name, x in zip(group, drawn, strict=True) if name not in q})
 
 
-def _factors(
-    shapes: Mapping[str, tuple[int, int]], rank: int, seed: int, dtype: torch.dtype, together: bool
-) -> dict[str, Tensor]:
-    """Draw [columns, rank] for each matrix, grouped by shape, in torch's order."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn: dict[str, Tensor] = {}
-    for shape in dict.fromkeys(shapes.values()):
-        names = [name for name in shapes if shapes[name] == shape]
-        size = (shape[1], min(rank, *shape))
-        if together:
-            drawn.update(zip(names, torch.randn(len(names), *size, generator=generator, dtype=dtype), strict=True))
-        else:
-            drawn.update({name: torch.randn(1, *size, generator=generator, dtype=dtype)[0] for name in names})
-    return drawn
+def factor_groups(tensors: Mapping[str, Tensor], low_rank: LowRank) -> dict[tuple[int, int], list[str]]:
+    """Return the names of the tensors that torch makes factors for, by matrix shape, in torch's order.
+
+    Below a compression rate of 1, torch also makes factors for vectors. laconic does not, but must draw torch's random
+    numbers for them to get the same ones for the matrices that follow.
+    """
+    groups: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for name, t in tensors.items():
+        if t.dim() > 0 and low_rank.accepts(torch.Size(_matrix_shape(t))):
+            groups[_matrix_shape(t)].append(name)
+    return groups
 
 
 def count(state: PowerSGDState, bucket: GradBucket, tensors: Mapping[str, Tensor], batched: bool) -> None:
@@ -119,13 +118,17 @@ def count(state: PowerSGDState, bucket: GradBucket, tensors: Mapping[str, Tensor
         state.total_numel_after_compression += 2 * side * min(low_rank.rank, side)
     else:
         for t in tensors.values():
-            rows, columns = matrix_shape(t) if low_rank.accepts(t.shape) else (0, 0)
+            rows, columns = _matrix_shape(t) if low_rank.accepts(t.shape) else (0, 0)
             rank = min(low_rank.rank, rows, columns)
             state.total_numel_after_compression += rank * (rows + columns) or t.numel()
     if bucket.is_last() and state.iter >= state.next_stats_report:
         rate, before, after = state.compression_stats()
         logger.info("PowerSGD at iteration %s: %s elements became %s, rate %s", state.iter, before, after, rate)
         state.next_stats_report = state.iter + state.compression_stats_logging_frequency
+
+
+def _matrix_shape(t: Tensor) -> tuple[int, int]:
+    return t.shape[0], t.shape[1:].numel()
 
 
 def _side(tensors: Mapping[str, Tensor]) -> int:

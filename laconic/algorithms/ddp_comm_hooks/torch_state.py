@@ -1,7 +1,6 @@
-"""Read a `PowerSGDState` that torch's own hook saved, without running code from the file, and convert its memory.
+"""Read a `PowerSGDState` that torch's own hook saved, and convert its memory. No code from the file is run.
 
-`torch.load(weights_only=True)` builds only allow-listed classes. Here every class and function that a saved state
-mentions, numpy's included, is mapped to a class that only records its state.
+`torch.load(weights_only=True)` builds only allow-listed classes. Here each of them is a class that records its state.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, BinaryIO
 
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from laconic.algorithms.ddp_comm_hooks.compression import factor_groups
 from laconic.codecs import LowRank
 from laconic.codecs.contract import wide_dtype
 
@@ -65,26 +65,23 @@ class PickledState:
 
 
 def read_power_sgd_state(source: str | os.PathLike[str] | bytes) -> PickledState:
-    """Return the one `PowerSGDState` in a file that `torch.save` wrote, or in its bytes. No code in it is run.
+    """Return the one `PowerSGDState` in a file that `torch.save` wrote, or in its bytes; a checkpoint may contain it.
 
-    The state may be one entry of a checkpoint. Raises `UnsafePickleError` if the file asks for anything that a saved
-    state does not need, `ValueError` if it is damaged or does not hold exactly one state.
+    Raises `UnsafePickleError` if the file asks for anything that a saved state does not need, `ValueError` if it is
+    damaged or does not hold exactly one state.
     """
     with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
         states = _load_states(file)
     if len(states) != 1:
-        raise ValueError(
-            f"the file holds {len(states)} PowerSGDState objects; exactly one can be read. "
-            "Save the state by itself: torch.save(state, path)."
-        )
+        what = f"the file holds {len(states)} PowerSGDState objects; exactly one can be read"
+        raise ValueError(f"{what}. Save the state by itself: torch.save(state, path).")
     return _checked(states[0])
 
 
 class _Recorded:
     """The class behind every allowed name. It keeps the state that the file gives it and does nothing else."""
 
-    def __init__(self, *_: Any) -> None:
-        self.state: Any = None
+    def __init__(self, *_: Any) -> None: ...
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -106,10 +103,9 @@ def _load_states(file: BinaryIO) -> list[Any]:
     file.seek(0)
     registered = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()  # names that the program has registered may be the real classes
+    allowed: list[Any] = [(State, f"{_HOOK}.PowerSGDState"), *((_Recorded, name) for name in _MENTIONED)]
     try:
-        with torch.serialization.safe_globals(
-            [(State, f"{_HOOK}.PowerSGDState"), *((_Recorded, n) for n in _MENTIONED)]
-        ):
+        with torch.serialization.safe_globals(allowed):
             torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL (\S+)", str(error))
@@ -126,10 +122,8 @@ def _load_states(file: BinaryIO) -> list[Any]:
 
 
 def _damaged(what: str) -> ValueError:
-    return ValueError(
-        f"the file is damaged or does not hold a PowerSGDState: {what[:600]}. "
-        "Give a file made by torch.save(state, path); was it copied completely?"
-    )
+    way_out = "Give a file made by torch.save(state, path); was it copied completely?"
+    return ValueError(f"the file is damaged or does not hold a PowerSGDState: {what[:600]}. {way_out}")
 
 
 def _checked(saved: Any) -> PickledState:
@@ -139,19 +133,17 @@ def _checked(saved: Any) -> PickledState:
         raise _damaged(f"these fields are missing or unknown: {', '.join(sorted(map(str, wrong)))}")
     given["rng"] = _random_state(given["rng"])
     for name, value in given.items():
-        if not _IS_VALID.get(kinds[name], bool)(value):
+        if not _is_valid(value, kinds[name]):
             raise _damaged(f"its {name} is not a valid {kinds[name]}")
     return PickledState(**given)
 
 
-_IS_VALID: dict[str, Callable[[Any], bool]] = {
-    "int": lambda value: type(value) is int and 0 <= value < 2**63,
-    "float": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
-    "bool": lambda value: type(value) is bool,
-    "Mapping[int, Tensor]": lambda value: (
-        isinstance(value, dict) and all(type(index) is int and type(t) is Tensor for index, t in value.items())
-    ),
-}
+def _is_valid(value: Any, kind: str) -> bool:
+    if kind.startswith("Mapping"):
+        return isinstance(value, dict) and all(type(index) is int and type(t) is Tensor for index, t in value.items())
+    if kind == "float":
+        return type(value) in (int, float) and 0 <= value < math.inf
+    return value is not None if kind == "RandomStateTuple" else type(value).__name__ == kind and 0 <= value < 2**63
 
 
 def _random_state(saved: Any) -> RandomStateTuple | None:
@@ -164,16 +156,15 @@ def _random_state(saved: Any) -> RandomStateTuple | None:
     except (AttributeError, LookupError, TypeError, ValueError):
         return None
     is_inside = len(key) == 624 and 0 <= position <= 624  # numpy does not check it, and would read other memory
-    return (rng["bit_generator"], key, position, has_gauss, gauss) if is_inside else None
+    return ("MT19937", key, position, has_gauss, gauss) if is_inside else None
 
 
 class Conversion:
     """Assigns the memory of a pickled state to parameters, once DDP has the bucket layout that it had when saving."""
 
     def __init__(self, pickled: PickledState) -> None:
-        feedback, factors = {"error_dict": pickled.error_dict}, {"p_memory_dict": pickled.p_memory_dict}
-        factors["q_memory_dict"] = pickled.q_memory_dict
-        self._saved = (feedback if pickled.use_error_feedback else {}) | (factors if pickled.warm_start else {})
+        slots = ["error_dict"] * pickled.use_error_feedback + ["p_memory_dict", "q_memory_dict"] * pickled.warm_start
+        self._saved: dict[str, Mapping[int, Tensor]] = {slot: getattr(pickled, slot) for slot in slots}
         self._buckets: list[dict[str, Tensor]] = []
         self._backwards = 0
 
@@ -190,10 +181,15 @@ class Conversion:
         pieces = [
             (slot, saved.get(index), bucket, _sizes(slot, bucket, low_rank))
             for slot, saved in self._saved.items()
-            for index, bucket in enumerate(self._buckets if any(self._saved.values()) else [])
+            for index, bucket in enumerate(self._buckets if any(self._saved.values()) else ())
         ]
         if any(flat is None or flat.numel() != sum(map(math.prod, sizes.values())) for _, flat, _, sizes in pieces):
-            self._warn()
+            logger.warning(
+                "PowerSGD: the memory that torch saved fits buckets of %s elements, and this model's have %s. It is "
+                "dropped. Use the same model and bucket_cap_mb as when it was saved.",
+                [t.numel() for t in next(filter(None, self._saved.values())).values()],
+                [sum(t.numel() for t in bucket.values()) for bucket in self._buckets],
+            )
             return True
         for slot, flat, bucket, sizes in pieces:
             # With feedback="own", tensors that are not compressed have no residual; torch's sum to zero over workers.
@@ -201,39 +197,14 @@ class Conversion:
             parts = flat.reshape(-1).split([math.prod(size) for size in sizes.values()])
             for (name, size), part in zip(sizes.items(), parts, strict=True):
                 if keeps_all or low_rank.accepts(bucket[name].shape):
-                    part = part.view(size).to(bucket[name].device, wide_dtype(part.dtype), copy=True)
-                    getattr(state, slot)[name] = part
+                    dtype = wide_dtype(part.dtype)
+                    getattr(state, slot)[name] = part.view(size).to(bucket[name].device, dtype, copy=True)
         return True
-
-    def _warn(self) -> None:
-        saved = next(saved for saved in self._saved.values() if saved)
-        logger.warning(
-            "PowerSGD: residuals and factors saved by torch fit other buckets (of %s elements) than this model's (of %s "
-            "elements), and are dropped. Use the same model and bucket_cap_mb as when they were saved.",
-            [t.numel() for t in saved.values()],
-            [sum(t.numel() for t in bucket.values()) for bucket in self._buckets],
-        )
-
-
-def matrix_shape(t: Tensor) -> tuple[int, int]:
-    """Return the rows and columns of a tensor as a matrix."""
-    return t.shape[0], t.shape[1:].numel()
-
-
-def torch_factors(low_rank: LowRank, t: Tensor) -> bool:
-    """Whether torch makes factors for `t`: for matrices, and below a rate of 1 also for vectors, as one column.
-
-    laconic does not compress vectors, but must draw torch's random numbers for them to get the same ones for the
-    matrices that follow.
-    """
-    return t.dim() > 0 and low_rank.accepts(torch.Size(matrix_shape(t)))
 
 
 def _sizes(slot: str, bucket: Mapping[str, Tensor], low_rank: LowRank) -> dict[str, tuple[int, ...]]:
     """Return the shapes in torch's flat tensor of a bucket, in its order: factors are grouped by matrix shape."""
     if slot == "error_dict":
         return {name: tuple(t.shape) for name, t in bucket.items()}
-    shapes = {name: matrix_shape(t) for name, t in bucket.items() if torch_factors(low_rank, t)}
-    order = [name for shape in dict.fromkeys(shapes.values()) for name in shapes if shapes[name] == shape]
-    side = 0 if slot == "p_memory_dict" else 1
-    return {name: (shapes[name][side], min(low_rank.rank, *shapes[name])) for name in order}
+    groups, side = factor_groups(bucket, low_rank), 0 if slot == "p_memory_dict" else 1
+    return {name: (shape[side], min(low_rank.rank, *shape)) for shape, names in groups.items() for name in names}
