@@ -8,7 +8,7 @@ import re
 import pytest
 
 from laconic.cli.doctor import show
-from laconic.doctor.finding import problem
+from laconic.doctor.finding import Finding
 from tests.cli.conftest import here
 
 __all__ = ["here"]
@@ -46,7 +46,7 @@ def test_this_machine(here, tmp_path):
 
 
 def test_a_table_in_a_terminal(capsys):
-    show([problem("links [x]", "slow", "All wait.", "Look.")], plain=False)
+    show([Finding("links [x]", "problem", "slow", "All wait.", "Look.")], plain=False)
     printed = capsys.readouterr().out
     assert "what to do" in printed
     assert "links [x]" in printed
