@@ -107,20 +107,16 @@ def show(findings: Sequence[Finding], plain: bool) -> None:
     columns = (Column(no_wrap=True), Column("check", no_wrap=True), Column("found"), Column("what to do"))
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
     for each in findings:
+        title = each.name + (f" ({names(each.workers)})" if each.workers else "")
         if plain:
-            typer.echo(f"{each.verdict}: {_title(each)}: {each.found}")
+            typer.echo(f"{each.verdict}: {title}: {each.found}")
             if each.way_out:
                 typer.echo(f"    {each.why}\n    {each.way_out}")
-        colour = COLOURS[each.verdict]
-        cells = (_title(each), each.found, f"{each.why} {each.way_out}".strip())
-        table.add_row(f"[{colour}]{each.verdict}[/]", *map(escape, cells))
+        cells = map(escape, (title, each.found, f"{each.why} {each.way_out}".strip()))
+        table.add_row(f"[{COLOURS[each.verdict]}]{each.verdict}[/]", *cells)
     if not plain:
         Console().print(table)
     typer.echo(summary(findings))
-
-
-def _title(finding: Finding) -> str:
-    return finding.name + (f" ({names(finding.workers)})" if finding.workers else "")
 
 
 def summary(findings: Sequence[Finding]) -> str:

@@ -1,7 +1,5 @@
 """The training data (`--data`): present here, and the same on all workers."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """All checks together: of this machine, among the workers of a launcher, and of a user's script."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -37,7 +35,7 @@ def check_as_worker(
     try:
         workers = find_workers(os.environ, timeout_s)
     except RuntimeError as error:
-        return _without_store(os.environ, first_line(error)), True
+        return _without_store(first_line(error)), True
     hosts = workers.gather("host", host_id())
     host_count = len(set(hosts) - {None})
     findings = check_machine(os.environ, workers.count, hosts.count(host_id()), several_hosts=host_count > 1)
@@ -56,14 +54,14 @@ def check_as_worker(
     return findings, workers.own == 0
 
 
-def _without_store(environ: Mapping[str, str], error: str) -> list[Finding]:
+def _without_store(error: str) -> list[Finding]:
     """Check this machine alone, with the problem that no other worker can be reached."""
-    workers, local_workers = int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_WORLD_SIZE", "1"))
-    store = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
-    found = f"worker {environ['RANK']} cannot reach the store at {store}: {error}"
+    workers, local_workers = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    worker, address, port = (os.environ[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    found = f"worker {worker} cannot reach the store at {address}:{port}: {error}"
     why = "Workers find each other through this store."
     way_out = "Start worker 0 there, and let the firewall admit this port; ping and nc -vz show whether it does."
-    findings = check_machine(environ, workers, local_workers, several_hosts=workers > 1)
+    findings = check_machine(os.environ, workers, local_workers, several_hosts=workers > 1)
     return [*findings, Finding("workers", "problem", found, why, way_out)]
 
 
@@ -74,14 +72,10 @@ def _combined(gathered: Sequence[Mapping[str, Any] | None], hosts: int, with_dat
     found = f"all {len(gathered)} workers answer, on {hosts} host{'s' * (hosts != 1)}"
     way_out = "Start it, and check that its host reaches MASTER_ADDR at MASTER_PORT. Look at its own output."
     found = f"{names(absent)} did not respond" if absent else found
-    own = [
-        Finding(**each | {"workers": (worker,)}) for worker, fields in present.items() for each in fields["findings"]
-    ]
-    findings = [
-        finding("workers", not absent, found, "A run waits for all workers.", way_out),
-        *merged(own, len(gathered)),
-        *compare_versions([fields["versions"] for fields in present.values()]),
-    ]
+    findings = [finding("workers", not absent, found, "A run waits for all workers.", way_out)]
+    own = [(worker, each) for worker, fields in present.items() for each in fields["findings"]]
+    findings += merged([Finding(**each | {"workers": (worker,)}) for worker, each in own], len(gathered))
+    findings += compare_versions([fields["versions"] for fields in present.values()])
     return [*findings, compare_data([fields["data"] for fields in present.values()])] if with_data else findings
 
 

@@ -1,7 +1,5 @@
 """Findings: what a check saw, why it matters, and what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias

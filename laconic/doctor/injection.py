@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ INJECT, UNTIL, MARKS = "LACONIC_INJECT", "LACONIC_UNTIL", "LACONIC_MARKS"
 """LACONIC_MARKS is a folder in which each worker records what it does: a killed worker cannot report it later."""
 EXIT_DELAY_S = 0.5  # a worker that exits at once could break the last collective of a slower one
 
-Kind: TypeAlias = Literal["kill", "stop", "nan", "flip", "slow"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS = ("kill", "stop", "nan", "flip", "slow")
 EXAMPLE = "kill:2@300, stop:1@100:5s, nan:0@50, flip:3@70 or slow:1@20:2s"
 _FAULT = re.compile(rf"({'|'.join(KINDS)}):(\d+)@(\d+)(?::(\d+(?:\.\d+)?)s)?")
 
@@ -49,7 +48,7 @@ _injected: set[Fault] = set()
 class Fault:
     """A fault of one worker in one step of the optimizer, counted from 1."""
 
-    kind: Kind
+    kind: str
     worker: int
     step: int
     seconds: float | None = None

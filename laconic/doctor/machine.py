@@ -1,7 +1,5 @@
 """Checks of one machine: versions, backends, CUDA devices, addresses, open files, shared memory, threads."""
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil

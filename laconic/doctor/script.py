@@ -1,7 +1,5 @@
 """Run a user's script on workers, up to the end of its `laconic.attach` or with faults, and report how it ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -26,8 +24,7 @@ from laconic.doctor.injection import FACTORY, INJECT, MARKS, UNTIL, Fault, Mark,
 from laconic.session.observers import VARIABLE as OBSERVERS
 
 LATE, STOPPED = "killed at the time limit", "stopped, and killed when all other workers had ended"
-POLL_S = 0.05
-KEPT_LINES = 200
+POLL_S, KEPT_LINES = 0.05, 200
 PIPE_S = 2.0  # children of the script may keep its pipe open
 ATTACH_WARNING = "attach: "  # how a warning of laconic.attach begins on stderr
 _ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)(?::|$)")
@@ -145,10 +142,7 @@ class _Process:
 
 
 def _run(run: ScriptRun, folder: Path, environs: Sequence[Mapping[str, str]]) -> list[WorkerExit]:
-    """Run the script once for each environment, to its end or to the time limit.
-
-    Workers that a fault stopped for good are killed when all others have ended.
-    """
+    """Run the script in each environment, to its end or the time limit; kill stopped workers when others have ended."""
     deadline = time.monotonic() + run.limit_s
     running = processes = [_Process(run, environ) for environ in environs]
     try:
@@ -209,10 +203,9 @@ def inject_faults(run: ScriptRun) -> list[Finding]:
 
 def check_injected(run: ScriptRun, injected: Sequence[Mark]) -> list[Finding]:
     """Check that every fault was injected."""
-    findings = []
-    for mark in injected:
-        after_s = mark.time_s - injected[0].time_s
-        found = f"injected {after_s:.2f} s after the first" if after_s else "injected"
+    findings = [Finding(f"fault {injected[0].fault}", "ok", "injected")] if injected else []
+    for mark in injected[1:]:
+        found = f"injected {mark.time_s - injected[0].time_s:.2f} s after the first"
         findings.append(Finding(f"fault {mark.fault}", "ok", found))
     done = {mark.fault for mark in injected}
     for each in run.faults:

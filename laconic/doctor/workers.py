@@ -4,8 +4,6 @@ The store needs only MASTER_ADDR and MASTER_PORT. Findings can be gathered, and 
 cannot connect every worker to every other. Links go from each worker to the next, as in a ring all_reduce.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -28,11 +26,8 @@ from laconic.doctor.finding import Finding, finding
 
 Link: TypeAlias = tuple[float, float]
 """The round trip in seconds and the rate in bit/s, from a worker to the next."""
-CONNECT_S = 30.0
-POLL_S = 0.05
-REPEATS = 3
-PING_BYTES = 8
-TRANSFER_BYTES = 2**20
+CONNECT_S, POLL_S = 30.0, 0.05
+REPEATS, PING_BYTES, TRANSFER_BYTES = 3, 8, 2**20
 MUCH_SLOWER = 4.0
 FAST_BITS_PER_S = 1e9  # a transfer takes too little time on faster links to compare them
 
@@ -52,19 +47,18 @@ class Workers:
         """Gather a JSON value from every worker, in their order; None for a worker that did not respond in time."""
         self.store.set(f"{name}/{self.own}", json.dumps(value))
         deadline = time.monotonic() + self.timeout_s + extra_s
-        expected = [f"{name}/{worker}" for worker in range(self.count) if worker not in self.missing]
-        # poll instead of `store.wait`: after a wait that timed out, a client may read the next response wrongly
-        while not self._has(*expected) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        keys = [f"{name}/{worker}" for worker in range(self.count)]
-        values = [json.loads(self.store.get(key)) if self._has(key) else None for key in keys]
+        values = [self._wait(f"{name}/{w}", 0.0 if w in self.missing else deadline) for w in range(self.count)]
         self.missing.update(worker for worker, each in enumerate(values) if each is None)
         return values
 
-    def _has(self, *keys: str) -> bool:
+    def _wait(self, key: str, deadline: float) -> Any:
+        """Poll instead of `store.wait`: after a wait that timed out, a client may read the next response wrongly."""
         with contextlib.suppress(RuntimeError):  # the store has ended
-            return self.store.check(list(keys))
-        return False
+            while not self.store.check([key]):
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(POLL_S)
+            return json.loads(self.store.get(key))
 
     def leave(self) -> None:
         """Wait until all workers have read everything: the store may live in worker 0's process."""
@@ -79,15 +73,9 @@ def find_workers(environ: Mapping[str, str], timeout_s: float) -> Workers:
     Torch's own rendezvous waits for all workers, and cannot name those that are missing.
     """
     own, count = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    store = TCPStore(
-        environ["MASTER_ADDR"],
-        int(environ["MASTER_PORT"]),
-        count,
-        is_master=own == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+    opens = own == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    timeout, address, port = timedelta(seconds=timeout_s), environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    store = TCPStore(address, port, count, opens, timeout, wait_for_workers=False, multi_tenant=True)
     prefix = f"laconic/doctor/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return Workers(PrefixStore(prefix, store), own, count, timeout_s)
 
@@ -101,12 +89,10 @@ def host_id() -> str:
 
 def check_connections(workers: Workers) -> list[Finding]:
     """Connect every worker to every other over gloo, and measure the links."""
-    links: list[Any] = []
-    failed = _errors(workers.gather("connected", _connect(workers), extra_s=CONNECT_S))
-    if not failed:
+    links = workers.gather("connected", _connect(workers), extra_s=CONNECT_S)
+    if not _errors(links):
         links = workers.gather("links", _measure(workers), extra_s=CONNECT_S)
-        failed = _errors(links)
-    if failed:
+    if failed := _errors(links):
         found = f"{names(list(failed))} cannot connect to all others: {next(iter(failed.values()))}"
         why = "Collectives need a connection between every two workers."
         way_out = "Open all TCP ports between the hosts, and set GLOO_SOCKET_IFNAME to the interface that joins them."
@@ -122,15 +108,14 @@ def _errors(gathered: Sequence[object]) -> dict[int, str]:
 
 
 def _connect(workers: Workers) -> bool | str:
-    """Connect to all workers; return True, or the error.
-
-    In a thread: gloo waits without a timeout for a peer that was given a wrong address.
-    """
+    """Connect to all workers; return True, or the error."""
     store, timeout = PrefixStore("group", workers.store), timedelta(seconds=CONNECT_S)
-    rank = {"rank": workers.own, "world_size": workers.count}
-    connected = run_in_thread(lambda: dist.init_process_group("gloo", store=store, timeout=timeout, **rank))
-    try:
-        connected.result(CONNECT_S)
+
+    def connect() -> None:
+        dist.init_process_group("gloo", timeout=timeout, world_size=workers.count, rank=workers.own, store=store)
+
+    try:  # in a thread: gloo waits without a timeout for a peer that was given a wrong address
+        run_in_thread(connect).result(CONNECT_S)
     except Exception as error:
         return first_line(error) or f"no connection within {CONNECT_S:g} s"
     return True

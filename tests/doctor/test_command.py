@@ -13,12 +13,6 @@ from tests.cli.conftest import here
 
 __all__ = ["here"]
 
-# torch's launcher leaves the log files of a command to the garbage collector
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
 TRAINING = """
 import sys, torch, torch.distributed as dist, laconic
 dist.init_process_group("gloo")
