@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from laconic.atomic_write import write_atomically
 from laconic.checks.outliers import names
@@ -20,43 +21,36 @@ from laconic.cli import options
 from laconic.cli.results import check_writable
 from laconic.cli.running import workers_here
 from laconic.compare.files import versions
-from laconic.compare.settings import LabError, check_workers, found_place, usable_cores
-from laconic.doctor.diagnosis import check_as_worker, check_here, inject_faults
+from laconic.compare.settings import LabError, check_positive, check_workers, found_place, usable_cores
+from laconic.doctor.diagnosis import check_as_worker, check_here
 from laconic.doctor.finding import Finding, has_problem
-from laconic.doctor.injection import FACTORY, Fault, InjectionError, check_faults, faults
-from laconic.doctor.script_run import ScriptRun
+from laconic.doctor.injection import FACTORY, faults
+from laconic.doctor.script import ScriptRun, inject_faults
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
-DEFAULT_LIMIT_S = 300.0
-DEFAULT_TIMEOUT_S = 60.0
+_option = partial(typer.Option, show_default=False)
+_INJECT = (
+    "Run the script with a fault instead, and show how each worker ends: kill:2@300 (worker 2, step 300), stop:1@100, "
+    "stop:1@100:5s, nan:0@50, flip:3@70, slow:1@20:2s. Repeat for more."
+)
+Arguments = Annotated[list[str] | None, typer.Argument(help="After --: arguments of the script.", show_default=False)]
+Script = Annotated[
+    Path | None, _option(help="Also run this script on all workers, up to the end of its laconic.attach.")
+]
+Inject = Annotated[list[str] | None, _option("--inject", help=_INJECT)]
+Data = Annotated[Path | None, _option(help="Also check that this file or folder is the same on all workers.")]
+Seconds = Annotated[float, typer.Option(help="Time limit of the script.")]
+Timeout = Annotated[float, typer.Option(help="Seconds to wait for other workers.")]
 
 
 def doctor(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="After --: arguments of the script.", show_default=False)
-    ] = None,
-    script: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also run this script on all workers, up to the end of its laconic.attach.", show_default=False
-        ),
-    ] = None,
-    inject: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--inject",
-            help="Run the script with a fault instead, and show how each worker ends: kill:2@300 (worker 2, step "
-            "300), stop:1@100, stop:1@100:5s, nan:0@50, flip:3@70, slow:1@20:2s. Repeat for more.",
-            show_default=False,
-        ),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Also check that this file or folder is the same on all workers.", show_default=False),
-    ] = None,
+    arguments: Arguments = None,
+    script: Script = None,
+    inject: Inject = None,
+    data: Data = None,
     workers: options.Workers = None,
-    seconds: Annotated[float, typer.Option(help="Time limit of the script.")] = DEFAULT_LIMIT_S,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for other workers.")] = DEFAULT_TIMEOUT_S,
+    seconds: Seconds = 300.0,
+    timeout: Timeout = 60.0,
     json: options.Json = None,
     plain: options.Plain = False,
 ) -> None:
@@ -66,82 +60,64 @@ def doctor(
     """
     if json is not None:
         check_writable(json)
-    if not timeout > 0:
-        raise LabError(f"--timeout {timeout:g}: it must be a number above 0. Leave it out for the default.")
-    wanted = _faults(inject or [])
-    run = _script_run(script, tuple(arguments or ()), workers, seconds, wanted)
+    check_positive("timeout", timeout)
+    run = _script_run(script, tuple(arguments or ()), workers, seconds, inject or [])
     shows = True
     if found_place(os.environ) is not None:
         findings, shows = check_as_worker(data, run, timeout)
-    elif run is not None and wanted:
+    elif run is not None and run.faults:
         findings = inject_faults(run)
     else:
         findings = check_here(data, run)
     if shows:
         show(findings, plain or not sys.stdout.isatty())
         if json is not None:
-            write_atomically(json, _as_json(findings).encode())
+            shown = [asdict(each) for each in findings]
+            fields = {"ok": not has_problem(findings), "findings": shown, "versions": versions()}
+            write_atomically(json, (json_text.dumps(fields, indent=1) + "\n").encode())
     raise typer.Exit(int(has_problem(findings)))
 
 
-def _faults(texts: Sequence[str]) -> tuple[Fault, ...]:
+def _script_run(
+    script: Path | None, arguments: tuple[str, ...], workers: int | None, limit_s: float, inject: list[str]
+) -> ScriptRun | None:
     try:
-        wanted = tuple(fault for text in texts for fault in faults(text))
-    except InjectionError as error:
+        wanted = faults(",".join(inject))
+    except ValueError as error:
         raise LabError(f"--inject {error}") from None
-    if wanted and found_place(os.environ) is not None:
+    under_launcher = found_place(os.environ) is not None
+    if wanted and under_launcher:
         raise LabError(
             f"--inject {wanted[0]}: torchrun has already started the workers, and this option starts them itself. "
             f"Run laconic without torchrun, or set LACONIC_INJECT and LACONIC_OBSERVERS={FACTORY} for your own run."
         )
-    return wanted
-
-
-def _script_run(
-    script: Path | None, arguments: tuple[str, ...], workers: int | None, limit_s: float, wanted: tuple[Fault, ...]
-) -> ScriptRun | None:
+    if script is None and wanted:
+        raise LabError(f"--inject {wanted[0]}: a fault needs a training. Give one with --script train.py.")
+    if script is None and arguments:
+        raise LabError(f"-- {' '.join(arguments)}: these are for a script. Give one with --script train.py.")
     if script is None:
-        if arguments:
-            raise LabError(f"-- {' '.join(arguments)}: these are for a script. Give one with --script train.py.")
-        if wanted:
-            raise LabError(f"--inject {wanted[0]}: a fault needs a training. Give one with --script train.py.")
         return None
     run = ScriptRun(script, arguments, workers_here(workers), limit_s, wanted)
-    if found_place(os.environ) is None:
+    if not under_launcher:
         check_workers(run.workers, usable_cores())
-    try:
-        check_faults(wanted, run.workers)
-    except InjectionError as error:
-        raise LabError(f"--inject {error}") from None
     return run
 
 
 def show(findings: Sequence[Finding], plain: bool) -> None:
     """Print the findings as lines or as a table, and a summary."""
-    if plain:
-        for each in findings:
-            typer.echo(f"{each.verdict}: {_title(each)}: {each.found}")
+    columns = (Column(no_wrap=True), Column("check", no_wrap=True), Column("found"), Column("what to do"))
+    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
+    for each in findings:
+        title = each.name + (f" ({names(each.workers)})" if each.workers else "")
+        if plain:
+            typer.echo(f"{each.verdict}: {title}: {each.found}")
             if each.way_out:
                 typer.echo(f"    {each.why}\n    {each.way_out}")
-    else:
-        Console().print(_table(findings))
+        cells = map(escape, (title, each.found, f"{each.why} {each.way_out}".strip()))
+        table.add_row(f"[{COLOURS[each.verdict]}]{each.verdict}[/]", *cells)
+    if not plain:
+        Console().print(table)
     typer.echo(summary(findings))
-
-
-def _table(findings: Sequence[Finding]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("check", no_wrap=True)
-    table.add_column("found", overflow="fold")
-    table.add_column("what to do", overflow="fold")
-    for each in findings:
-        verdict = f"[{COLOURS[each.verdict]}]{each.verdict}[/]"
-        table.add_row(verdict, escape(_title(each)), escape(each.found), escape(f"{each.why} {each.way_out}".strip()))
-    return table
-
-
-def _title(finding: Finding) -> str:
-    return finding.name + (f" ({names(finding.workers)})" if finding.workers else "")
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -152,8 +128,3 @@ def summary(findings: Sequence[Finding]) -> str:
     """
     counts = {verdict: sum(each.verdict == verdict for each in findings) for verdict in ("problem", "warning")}
     return ", ".join(f"{count or 'no'} {verdict}{'s' * (count > 1)}" for verdict, count in counts.items()) + "."
-
-
-def _as_json(findings: Sequence[Finding]) -> str:
-    fields = {"ok": not has_problem(findings), "findings": [asdict(each) for each in findings], "versions": versions()}
-    return json_text.dumps(fields, indent=1) + "\n"

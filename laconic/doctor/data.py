@@ -1,14 +1,12 @@
 """The training data (`--data`): present here, and the same on all workers."""
 
-from __future__ import annotations
-
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from laconic.checks.outliers import names, outliers
-from laconic.doctor.finding import Finding, ok, problem
+from laconic.doctor.finding import Finding
 
 BLOCK_BYTES = 4096
 SAMPLED_FILES = 256
@@ -23,8 +21,7 @@ def summarize(path: Path) -> dict[str, str]:
     for file, size in zip(files, sizes, strict=True):
         listed.update(f"{file.relative_to(path).as_posix()}\0{size}\0".encode())
     for file in files[:: max(1, -(-len(files) // SAMPLED_FILES))]:
-        for block in _blocks(file):
-            sampled.update(block)
+        sampled.update(_blocks(file))
     return {
         "number of files": f"{len(files):,}",
         "total size": f"{sum(sizes):,} bytes",
@@ -37,13 +34,15 @@ def _fail(error: OSError) -> None:
     raise error
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
+def _blocks(path: Path) -> bytes:
     """Read the first, the middle and the last block of a file."""
-    size = path.stat().st_size
+    blocks = b""
     with path.open("rb") as file:
-        for start in (0, max(0, size // 2 - BLOCK_BYTES // 2), max(0, size - BLOCK_BYTES)):
+        last = max(0, file.seek(0, os.SEEK_END) - BLOCK_BYTES)
+        for start in (0, last // 2, last):
             file.seek(start)
-            yield file.read(BLOCK_BYTES)
+            blocks += file.read(BLOCK_BYTES)
+    return blocks
 
 
 def check_data(path: Path) -> tuple[Finding, dict[str, str]]:
@@ -53,22 +52,20 @@ def check_data(path: Path) -> tuple[Finding, dict[str, str]]:
         found = summarize(path)
     except OSError as error:
         shown = f"--data {path}: {error.strerror or error}: {error.filename or path}"
-        return problem("data", shown, why, "Give a file or folder that this host can read."), {}
+        return Finding("data", "problem", shown, why, "Give a file or folder that this host can read."), {}
     if found["number of files"] == "0":
         way_out = "Mount the disk on this host, or correct the path."
-        return problem("data", f"--data {path}: the folder has no files", why, way_out), found
-    return ok("data", f"{path}: {found['number of files']} files, {found['total size']}"), found
+        return Finding("data", "problem", f"--data {path}: the folder has no files", why, way_out), found
+    return Finding("data", "ok", f"{path}: {found['number of files']} files, {found['total size']}"), found
 
 
 def compare_data(by_worker: Sequence[Mapping[str, str]]) -> Finding:
     """Check that the summaries of all workers are the same, and name what differs."""
     for part in dict.fromkeys(part for summary in by_worker for part in summary):
-        _, odd = outliers([str(summary.get(part)) for summary in by_worker])
+        _, odd = outliers([summary.get(part) for summary in by_worker])
         if odd:
-            return problem(
-                "same data",
-                f"{names(odd)}: not the same {part} as on the other workers",
-                "Samplers that split one data set between workers then skip or repeat samples.",
-                "Copy the data again, or mount the same disk. Ignore this if each worker has its own part.",
-            )
-    return ok("same data", f"the same on all {len(by_worker)} workers: names, sizes and sampled bytes")
+            found = f"{names(odd)}: not the same {part} as on the other workers"
+            why = "Samplers that split one data set between workers then skip or repeat samples."
+            way_out = "Copy the data again, or mount the same disk. Ignore this if each worker has its own part."
+            return Finding("same data", "problem", found, why, way_out)
+    return Finding("same data", "ok", f"the same on all {len(by_worker)} workers: names, sizes and sampled bytes")

@@ -3,11 +3,8 @@
     LACONIC_OBSERVERS=laconic.doctor.injection:from_env
     LACONIC_INJECT=kill:2@300,stop:1@100:5s,nan:0@50,flip:3@70,slow:1@20:2s
 
-docs/doctor.md describes the faults. A worker is its rank in the group of the session. Each fault is injected once: not
-again after a second `attach` in the same process, nor after the launcher has restarted the workers.
-
-With LACONIC_UNTIL=attach the script ends, on all workers together, at the end of `laconic.attach`. `laconic doctor`
-sets these variables.
+docs/doctor.md describes the faults. Each is injected once: not again after a second `attach` in the same process, nor
+after the launcher has restarted the workers. With LACONIC_UNTIL=attach the script ends at the end of `laconic.attach`.
 """
 
 from __future__ import annotations
@@ -18,76 +15,57 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from laconic.doctor.exit_recorder import faults_file
 from laconic.session.observers import StepObserver
 
 if TYPE_CHECKING:
     from laconic import Session
 
 FACTORY = "laconic.doctor.injection:from_env"
-"""The factory of this observer, as LACONIC_OBSERVERS names it."""
-INJECT = "LACONIC_INJECT"
-UNTIL = "LACONIC_UNTIL"
-MARKS = "LACONIC_MARKS"
-"""A folder in which each worker records the faults that it injects: a killed worker cannot report them later."""
+INJECT, UNTIL, MARKS = "LACONIC_INJECT", "LACONIC_UNTIL", "LACONIC_MARKS"
+"""LACONIC_MARKS is a folder in which each worker records what it does: a killed worker cannot report it later."""
 EXIT_DELAY_S = 0.5  # a worker that exits at once could break the last collective of a slower one
 
-Kind: TypeAlias = Literal["kill", "stop", "nan", "flip", "slow"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS = ("kill", "stop", "nan", "flip", "slow")
 EXAMPLE = "kill:2@300, stop:1@100:5s, nan:0@50, flip:3@70 or slow:1@20:2s"
-_FAULT = re.compile(r"(?P<kind>[a-z]+):(?P<worker>\d+)@(?P<step>\d+)(:(?P<seconds>\d+(\.\d+)?)s)?")
-_CONTINUE_PARENT = (  # it signals its parent only while that is still the process that started it
-    "import os, signal, sys, time; parent = os.getppid(); time.sleep(float(sys.argv[1])); "
-    "os.getppid() == parent == int(sys.argv[2]) and os.kill(parent, signal.SIGCONT)"
-)
+_FAULT = re.compile(rf"({'|'.join(KINDS)}):(\d+)@(\d+)(?::(\d+(?:\.\d+)?)s)?")
 
 logger = logging.getLogger(__name__)
 _injected: set[Fault] = set()
 
 
-class InjectionError(ValueError):
-    """A fault that cannot be parsed or injected."""
-
-
-class StoppedAfterAttach(SystemExit):
-    """Ends a script at the end of `laconic.attach`, with exit code 0."""
-
-
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one worker in one step of the optimizer, counted from 1.
+    """A fault of one worker in one step of the optimizer, counted from 1."""
 
-    >>> fault("stop:1@100:5s")
-    Fault(kind='stop', worker=1, step=100, seconds=5.0)
-    >>> str(fault("kill:2@300"))
-    'kill:2@300'
-    """
-
-    kind: Kind
+    kind: str
     worker: int
     step: int
     seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.step < 1:
-            raise InjectionError(f"{self}: steps count from 1. Write {self.kind}:{self.worker}@1.")
+            raise ValueError(f"{self}: steps count from 1. Write {self.kind}:{self.worker}@1.")
         if self.kind == "slow" and self.seconds is None:
-            raise InjectionError(f"{self}: slow needs a duration. Write {self}:2s.")
+            raise ValueError(f"{self}: slow needs a duration. Write {self}:2s.")
         if self.kind not in ("slow", "stop") and self.seconds is not None:
             plain = f"{self.kind}:{self.worker}@{self.step}"
-            raise InjectionError(f"{self}: only stop and slow take a duration. Write {plain}.")
+            raise ValueError(f"{self}: only stop and slow take a duration. Write {plain}.")
+
+    @property
+    def ends_worker(self) -> bool:
+        """Whether the worker is killed, or stopped for good."""
+        return self.kind == "kill" or (self.kind == "stop" and self.seconds is None)
 
     def __str__(self) -> str:
         duration = "" if self.seconds is None else f":{self.seconds:g}s"
@@ -97,32 +75,18 @@ class Fault:
 def fault(text: str) -> Fault:
     """Parse one fault."""
     match = _FAULT.fullmatch(text.strip())
-    kind = None if match is None else next((each for each in KINDS if each == match["kind"]), None)
-    if match is None or kind is None:
-        raise InjectionError(
+    if match is None:
+        raise ValueError(
             f"{text.strip()!r} is not a fault: write kind:worker@step, with kind {', '.join(KINDS[:-1])} or "
             f"{KINDS[-1]}, and a duration such as :5s after stop and slow. For example {EXAMPLE}."
         )
-    seconds = None if match["seconds"] is None else float(match["seconds"])
-    return Fault(kind, int(match["worker"]), int(match["step"]), seconds)
+    kind, worker, step, seconds = match.groups()
+    return Fault(kind, int(worker), int(step), None if seconds is None else float(seconds))
 
 
 def faults(text: str) -> tuple[Fault, ...]:
-    """Parse faults separated by commas.
-
-    >>> faults("kill:2@300, nan:0@50")[1].kind
-    'nan'
-    """
+    """Parse faults separated by commas."""
     return tuple(fault(part) for part in text.split(",") if part.strip())
-
-
-def check_faults(wanted: Iterable[Fault], workers: int) -> None:
-    """Refuse faults of workers that do not exist."""
-    for each in wanted:
-        if each.worker >= workers:
-            raise InjectionError(
-                f"{each}: there are {workers} workers, counted from 0. Use a worker from 0 to {workers - 1}."
-            )
 
 
 def from_env() -> StepObserver | None:
@@ -157,7 +121,7 @@ class FaultInjector(StepObserver):
 
     def before_step(self, session: Session) -> None:
         """Inject the faults of the step that begins."""
-        while (due := self._next_due(session)) is not None:
+        for due in [each for each in self._pending if each.step == session.step + 1]:
             self._take(due)
             if due.kind == "slow":
                 time.sleep(due.seconds or 0.0)
@@ -175,47 +139,51 @@ class FaultInjector(StepObserver):
         for handle in self._handles:
             handle.remove()
 
-    def _next_due(self, session: Session, kind: Kind | None = None) -> Fault | None:
-        due = (each for each in self._pending if each.step == session.step + 1 and kind in (None, each.kind))
-        return next(due, None)
-
     def _take(self, due: Fault) -> None:
         self._pending.remove(due)
         _injected.add(due)
-        folder = os.environ.get(MARKS)
-        if folder is not None:
-            with faults_file(Path(folder), _rank()).open("a") as file:
-                file.write(json.dumps({"fault": str(due), "time_s": time.time()}) + "\n")
+        _write_mark(fault=str(due))
 
     def _nan_in_backward(self, session: Session, grad: Tensor) -> Tensor | None:
-        due = self._next_due(session, "nan")
-        if due is None:
-            return None
-        self._take(due)
-        return grad * torch.nan
+        due = [each for each in self._pending if each.step == session.step + 1 and each.kind == "nan"]
+        for each in due:
+            self._take(each)
+        return grad * torch.nan if due else None
 
 
 class AttachOnly(StepObserver):
     """Ends the script at the end of `laconic.attach`, when all workers have come there."""
 
     def attached(self, session: Session) -> None:
-        """Wait for all workers, write down the plan, and raise `StoppedAfterAttach`."""
+        """Wait for all workers, record the plan, and end the script."""
         session.gather([0])
-        folder = os.environ.get(MARKS)
-        if folder is not None:
-            text = json.dumps({"plan": repr(session.plan), "workers": session.workers})
-            attached_file(Path(folder), _rank()).write_text(text)
+        _write_mark(plan=repr(session.plan))
         time.sleep(EXIT_DELAY_S)
-        raise StoppedAfterAttach(0)
+        raise SystemExit(0)
 
 
-def attached_file(folder: Path, worker: int) -> Path:
-    """The file in which a worker records that it has attached its plan."""
-    return folder / f"attached-{worker}.json"
+@dataclass(frozen=True)
+class Mark:
+    """What a worker has recorded: the plan that it attached, or a fault that it injected."""
+
+    worker: int
+    time_s: float
+    plan: str | None = None
+    fault: str | None = None
 
 
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+def _write_mark(plan: str | None = None, fault: str | None = None) -> None:
+    folder = os.environ.get(MARKS)
+    if folder is not None:
+        mark = Mark(int(os.environ.get("RANK", "0")), time.time(), plan, fault)
+        with Path(folder, f"marks-{mark.worker}.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(mark)) + "\n")
+
+
+def read_marks(folder: Path) -> list[Mark]:
+    """Read what all workers of this machine have recorded, in the order of time."""
+    lines = [line for path in folder.glob("marks-*.jsonl") for line in path.read_text().splitlines()]
+    return sorted((Mark(**json.loads(line)) for line in lines), key=lambda mark: mark.time_s)
 
 
 def flip_a_bit(params: Mapping[str, Tensor]) -> None:
@@ -234,8 +202,8 @@ def kill_or_stop(due: Fault) -> None:
     """Kill this process, or stop it; a child process continues it after the duration, if there is one."""
     if due.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    arguments = ("-I", "-S", "-c", _CONTINUE_PARENT, str(due.seconds), str(os.getpid()))
-    helper = None if due.seconds is None else subprocess.Popen([sys.executable, *arguments])
-    os.kill(os.getpid(), signal.SIGSTOP)
-    if helper is not None:
-        helper.wait()
+    if due.seconds is None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        with subprocess.Popen(["sh", "-c", f"sleep {due.seconds:f}; kill -CONT {os.getpid()}"]):
+            os.kill(os.getpid(), signal.SIGSTOP)

@@ -8,16 +8,10 @@ import re
 import pytest
 
 from laconic.cli.doctor import show
-from laconic.doctor.finding import problem
+from laconic.doctor.finding import Finding
 from tests.cli.conftest import here
 
 __all__ = ["here"]
-
-# torch's launcher leaves the log files of a command to the garbage collector
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 
 TRAINING = """
 import sys, torch, torch.distributed as dist, laconic
@@ -46,7 +40,7 @@ def test_this_machine(here, tmp_path):
 
 
 def test_a_table_in_a_terminal(capsys):
-    show([problem("links [x]", "slow", "All wait.", "Look.")], plain=False)
+    show([Finding("links [x]", "problem", "slow", "All wait.", "Look.")], plain=False)
     printed = capsys.readouterr().out
     assert "what to do" in printed
     assert "links [x]" in printed

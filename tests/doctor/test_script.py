@@ -2,50 +2,57 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
-from laconic.doctor import exit_recorder
-from laconic.doctor.injection import faults
-from laconic.doctor.script_findings import check_exits, check_handshake, check_injected, is_laconic_error
-from laconic.doctor.script_run import InjectedFault, ScriptRun, WorkerExit, exit_from_json
+import pytest
+
+from laconic.doctor.injection import Mark, faults
+from laconic.doctor.script import ScriptRun, WorkerExit, check_exit, check_handshake, check_injected, run_here
 
 RUN = ScriptRun(Path(__file__), workers=3, faults=faults("stop:2@3,slow:1@4:1s"))
-INJECTED = (InjectedFault("stop:2@3", 100.0), InjectedFault("slow:1@4:1s", 101.0))
+INJECTED = (Mark(2, 100.0, fault="stop:2@3"), Mark(1, 101.0, fault="slow:1@4:1s"))
 
 
 def test_the_environment_of_a_run(monkeypatch, tmp_path):
     monkeypatch.setenv("LACONIC_OBSERVERS", "laconic.doctor.injection:from_env,mine:make")
-    environ = RUN.environ(tmp_path)
+    environ = RUN.environ(tmp_path, 1234)
     assert environ["LACONIC_OBSERVERS"] == "mine:make,laconic.doctor.injection:from_env"
     assert environ["LACONIC_INJECT"] == "stop:2@3,slow:1@4:1s"
+    assert environ["MASTER_PORT"] == "1234"
     monkeypatch.delenv("LACONIC_OBSERVERS")
-    dry = ScriptRun(Path(__file__)).environ(tmp_path)
+    dry = ScriptRun(Path(__file__)).environ(tmp_path, 1234)
     assert (dry["LACONIC_OBSERVERS"], dry["LACONIC_UNTIL"]) == ("laconic.doctor.injection:from_env", "attach")
 
 
-def _record(folder: Path, limit_s: float, program: str) -> WorkerExit:
-    command = [sys.executable, exit_recorder.__file__, str(limit_s), str(folder), sys.executable, "-c", program]
-    environ = {"RANK": "0", "WORLD_SIZE": "1"}
-    subprocess.run(command, env=environ, check=True, capture_output=True, timeout=60)
-    return exit_from_json(0, json.loads(exit_recorder.exit_file(folder, 0).read_text()) | {"plan": None})
+@pytest.fixture
+def run(tmp_path):
+    """Run a program as the only worker."""
+
+    def run(program: str, limit_s: float = 60.0) -> WorkerExit:
+        script = tmp_path / "script.py"
+        script.write_text(program)
+        return run_here(ScriptRun(script, workers=1, limit_s=limit_s))[0][0]
+
+    return run
 
 
-class TestRecorder:
-    def test_an_error(self, tmp_path):
-        ended = _record(tmp_path, 60, "raise ValueError('no')")
+class TestEnds:
+    def test_an_error(self, run):
+        ended = run("raise ValueError('no')")
         assert (ended.code, ended.error_class, ended.killed) == (1, "ValueError", "")
         assert ended.reason == "ValueError: no"
 
-    def test_a_script_that_does_not_end(self, tmp_path):
-        ended = _record(tmp_path, 0.5, "import time; time.sleep(60)")
+    def test_a_script_that_does_not_end(self, run):
+        ended = run("import time; time.sleep(60)", limit_s=0.5)
         assert (ended.code, ended.killed) == (-9, "killed at the time limit")
 
-    def test_a_script_that_was_stopped_for_good(self, tmp_path):
-        exit_recorder.faults_file(tmp_path, 0).write_text('{"fault": "stop:0@1"}\n')
-        ended = _record(tmp_path, 60, "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    def test_a_script_that_was_stopped_for_good(self, run):
+        ended = run(
+            "import json, os, pathlib, signal\n"
+            "mark = json.dumps({'worker': 0, 'time_s': 1.0, 'fault': 'stop:0@1'})\n"
+            "pathlib.Path(os.environ['LACONIC_MARKS'], 'marks-0.jsonl').write_text(mark)\n"
+            "os.kill(os.getpid(), signal.SIGSTOP)"
+        )
         assert (ended.code, ended.killed) == (-9, "stopped, and killed when all other workers had ended")
 
 
@@ -56,7 +63,7 @@ class TestFindings:
             WorkerExit(1, 1, ((104.0, "RuntimeError: boom"),)),
             WorkerExit(2, -9, (), "stopped, and killed when all other workers had ended"),
         ]
-        first, second, third = check_exits(RUN, exits, INJECTED)
+        first, second, third = (check_exit(each, INJECTED) for each in exits)
         assert (first.verdict, first.found) == (
             "ok",
             "exit code 1, 3.50 s after the fault: laconic.LostWorkerError: gone",
@@ -71,7 +78,7 @@ class TestFindings:
             WorkerExit(1, 0, ((100.5, "step 3: worker 2"),)),
             WorkerExit(2, 0, ()),
         ]
-        hung, logged, silent = check_exits(RUN, exits, INJECTED)
+        hung, logged, silent = (check_exit(each, INJECTED) for each in exits)
         assert hung.verdict == "problem"
         assert logged.found == "exit code 0; it logged, 0.50 s after the fault: step 3: worker 2"
         assert (silent.verdict, silent.found) == ("ok", "exit code 0")
@@ -90,8 +97,3 @@ class TestFindings:
         assert found.found == "workers 0, 1 ended without laconic.attach"
         [found] = check_handshake([WorkerExit(0, 1, ((1.0, "NameError: x"),)), well[1]])
         assert found.found == "worker 0 did not complete laconic.attach: NameError: x"
-
-    def test_errors_of_laconic(self):
-        assert is_laconic_error("LostWorkerError")
-        assert not is_laconic_error("RuntimeError")
-        assert not is_laconic_error("Every")

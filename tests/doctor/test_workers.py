@@ -9,8 +9,8 @@ import pytest
 
 from laconic.doctor.diagnosis import check_as_worker
 from laconic.doctor.finding import Finding
-from laconic.doctor.links import MeasuredLink, measure_link
-from laconic.doctor.script_run import ScriptRun
+from laconic.doctor.script import ScriptRun
+from laconic.doctor.workers import Link, measure_link
 from tests.workers import free_port, run_workers
 
 ATTACH = """
@@ -23,14 +23,14 @@ raise SystemExit("attach returned")
 """
 
 
-def _measure(worker: int) -> MeasuredLink:
+def _measure(worker: int) -> Link:
     return measure_link(worker, 3)
 
 
 def test_links_between_real_workers():
     links = run_workers(_measure, 3)
-    assert [(link.first, link.second) for link in links] == [(0, 1), (1, 2), (2, 0)]
-    assert all(link.bits_per_s > 0 and link.round_trip_s > 0 for link in links)
+    assert len(links) == 3
+    assert all(bits_per_s > 0 and round_trip_s > 0 for round_trip_s, bits_per_s in links)
 
 
 def _check(
