@@ -1,11 +1,11 @@
 """laconic trains PyTorch models over networks that are too slow for them.
 
-Workers that hold copies of a model must agree; laconic lets them agree while saying 10 to 1000 times less:
+Workers that hold copies of a model must agree; laconic lets them agree while they send 10 to 1000 times less:
 
     session = laconic.attach(laconic.power_sgd(rank=4), model, optimizer)
 
-A plan answers four questions: when do workers talk (`schedule`), how is it said (`codec`), what is done with what
-was heard (`outer`), and with whom. `attach` puts it on a model and an optimizer; the training loop stays as it is.
+A plan answers four questions: when do workers synchronise (`schedule`), how are tensors encoded (`codec`), what is done
+with the mean (`outer`), and with whom (`topology`). The training loop stays as it is.
 """
 
 from laconic.checks.errors import DesyncError, DisagreementError, DivergedError, LostWorkerError, NonFiniteError

@@ -1,7 +1,7 @@
 """Find what to change in a training script to move it from torch's hooks and averagers to laconic's.
 
-LibCST parses the script; it is never run. `ParsedScript.findings` are the imports to change and known misuses, found in one
-file by names and plain assignments. `ParsedScript.rewritten` changes the imports and keeps every other byte.
+LibCST parses the script; it is never run. `ParsedScript.findings` are the imports to change and known misuses, found by
+names and plain assignments. `ParsedScript.rewritten` changes the imports and keeps every other byte.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ HOME = Path(laconic.__file__).parent
 CORE = {"values", "plans", "codecs", "kernels", "comm", "checks", "ledger", "cost", "session", "torch_private"}
 MAY_IMPORT = {
     "values": set(),
+    "atomic_write": set(),
     "torch_private": {"values"},
     "ledger": {"values"},
     "plans": {"values", "codecs", "comm.requests"},
@@ -24,9 +25,9 @@ MAY_IMPORT = {
     "algorithms": CORE,
     "checkpoint": {"values"},
     "migrate": set(),
-    "elastic": CORE | {"checkpoint"},
+    "elastic": CORE | {"checkpoint", "atomic_write"},
     "integrations": CORE | {"checkpoint", "elastic"},
-    "compare": CORE,
+    "compare": CORE | {"atomic_write"},
     "doctor": CORE | {"compare", "elastic"},
 }
 """Rooms, or modules of one, by room. `cli` imports everything, and nothing imports it."""

@@ -21,8 +21,7 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
-from laconic.checkpoint.records import CheckpointError
-from laconic.checkpoint.tree import dense, dtype_name, unflatten
+from laconic.checkpoint.tree import CheckpointError, dense, dtype_name, unflatten
 
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 FORMAT, VERSION = "laconic checkpoint", 2
@@ -38,11 +37,7 @@ class FileRecord:
 
 
 def worker_file(worker: int) -> str:
-    """Return the name of a worker's file.
-
-    >>> worker_file(3)
-    'worker-00003.safetensors'
-    """
+    """Return the name of a worker's file."""
     return f"worker-{worker:05d}.safetensors"
 
 
@@ -71,7 +66,8 @@ def write_worker_file(path: Path, skeleton: Any, tensors: Mapping[str, Tensor]) 
     os.chmod(path, path.parent.stat().st_mode & 0o666)  # safetensors makes it readable by its owner only
     with path.open("r+b") as file:
         os.fsync(file.fileno())
-    return FileRecord(path.stat().st_size, _digest(path))
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(file.tell(), digest)
 
 
 def read_worker_file(path: Path, expected: FileRecord, *, discard_data: bool = False) -> Any:
@@ -132,10 +128,9 @@ def read_manifest(folder: Path, step: int) -> list[FileRecord]:
         records = [FileRecord(**record) for record in value["files"].values()]
     # It must be what `write_manifest` would write. So file names are fixed, and none can lead out of the folder.
     if not records or data != _manifest(step, records):
-        shown = {key: value[key] for key in value if key != "files"} if isinstance(value, dict) else value
         raise CheckpointError(
             f"{MANIFEST} is not that of a {FORMAT} of version {VERSION} and step {step} with one file for each worker: "
-            f"it has {str(shown)[:200]}. Load another version with the laconic that saved it."
+            f"{str(value)[:200]}. Load another version with the laconic that saved it."
         )
     return records
 
@@ -147,16 +142,12 @@ def _mismatch(name: str, found: str, source: str, listed: object) -> CheckpointE
 
 def check_file(path: Path, expected: FileRecord, *, size_only: bool = False) -> None:
     """Compare a file with its record. A file of another size is not read."""
-    size_bytes = _regular_size(path)
-    if size_bytes != expected.size_bytes:
-        raise _mismatch(path.name, f"{size_bytes} bytes", MANIFEST, expected.size_bytes)
-    if not size_only and (digest := _digest(path)) != expected.sha256:
-        raise _mismatch(path.name, f"the SHA-256 {digest}", MANIFEST, expected.sha256)
-
-
-def _digest(path: Path) -> str:
     with _open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        size_bytes = os.fstat(file.fileno()).st_size
+        if size_bytes != expected.size_bytes:
+            raise _mismatch(path.name, f"{size_bytes} bytes", MANIFEST, expected.size_bytes)
+        if not size_only and (digest := hashlib.file_digest(file, "sha256").hexdigest()) != expected.sha256:
+            raise _mismatch(path.name, f"the SHA-256 {digest}", MANIFEST, expected.sha256)
 
 
 def _read_small(path: Path, limit_bytes: int = MAX_JSON_BYTES) -> bytes:
@@ -168,15 +159,9 @@ def _read_small(path: Path, limit_bytes: int = MAX_JSON_BYTES) -> bytes:
 
 
 def _open_regular(path: Path) -> BufferedReader:
-    _regular_size(path)
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
-
-
-def _regular_size(path: Path) -> int:
-    found = os.lstat(path)
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(os.lstat(path).st_mode):
         raise CheckpointError(f"{path.name} is not a regular file. Links, pipes and devices are not opened.")
-    return found.st_size
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
 def _parse_json(data: bytes | str, what: str) -> Any:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from laconic.checkpoint.records import CheckpointError
+from laconic.checkpoint.tree import CheckpointError
 
 logger = logging.getLogger("laconic.checkpoint")
 

@@ -4,23 +4,48 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
-import torch
-import torch.distributed as dist
-
-from laconic.checkpoint.files import FileRecord, check_file, read_manifest, read_worker_file, worker_file
+from laconic.checkpoint.files import check_file, read_manifest, read_worker_file, worker_file
 from laconic.checkpoint.folder import complete, discard
-from laconic.checkpoint.records import Checkpoint, CheckpointError, Loaded
-from laconic.values import is_whole
+from laconic.checkpoint.tree import CheckpointError
+from laconic.checkpoint.workers import lowest_and_highest, resolve_worker
 
 logger = logging.getLogger("laconic.checkpoint")
 
 StrPath: TypeAlias = str | os.PathLike[str]
-T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One saved step of all workers."""
+
+    step: int
+    path: Path
+    workers: int | None = None
+    """How many workers saved it; None if the manifest cannot be read."""
+    problem: str = ""
+    """What is wrong with it; empty if nothing is."""
+
+    @property
+    def good(self) -> bool:
+        """Whether no problem was found."""
+        return not self.problem
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The state of one worker, as it was saved."""
+
+    state: Any = field(repr=False)
+    step: int
+    worker: int
+    workers: int
+    """How many workers saved this checkpoint."""
+    skipped: tuple[Checkpoint, ...] = ()
+    """Newer checkpoints that were rejected, each with its problem."""
 
 
 def checkpoints(folder: StrPath) -> list[Checkpoint]:
@@ -29,16 +54,12 @@ def checkpoints(folder: StrPath) -> list[Checkpoint]:
     >>> checkpoints("no-such-folder")
     []
     """
-    return [_inspect(step, path, _check_sizes)[0] for step, path in complete(Path(folder)).items()]
+    return [_inspect(step, path, "sizes")[0] for step, path in complete(Path(folder)).items()]
 
 
 def verify(folder: StrPath, *, after: int = -1) -> list[Checkpoint]:
-    """Read every byte of the checkpoints later than step `after`, oldest first, and report which are good.
-
-    Nothing is changed or removed.
-    """
-    found = complete(Path(folder)).items()
-    return [_inspect(step, path, _check_all)[0] for step, path in found if step > after]
+    """Read every byte of the checkpoints later than step `after`, oldest first, and report which are good."""
+    return [_inspect(step, path, "all")[0] for step, path in complete(Path(folder)).items() if step > after]
 
 
 def load(
@@ -50,9 +71,6 @@ def load(
     check: Literal["all", "own"] = "all",
 ) -> Loaded:
     """Read the state of this worker from the newest good checkpoint, or from that of `step`.
-
-        saved = checkpoint.load("checkpoints")
-        model.load_state_dict(saved.state["model"])
 
     Tensors are on the CPU. A damaged checkpoint is skipped with a warning, and listed in `skipped` of the result.
 
@@ -70,7 +88,7 @@ def load(
     place, (worker, workers) = Path(folder), resolve_worker(worker, workers)
     found, skipped = _found(place, step, "load"), list[Checkpoint]()
     for each in reversed(found) if step is None else [step]:
-        inspected, state = _inspect(each, found[each], partial(_read_own, own=worker, check=check))
+        inspected, state = _inspect(each, found[each], check, own=worker)
         saved_by = inspected.workers or 0
         if inspected.good and (worker >= saved_by or workers not in (None, saved_by)):
             raise CheckpointError(
@@ -89,71 +107,35 @@ def load(
     )
 
 
-def resolve_worker(worker: int | None, workers: int | None) -> tuple[int, int | None]:
-    """Check the index of a worker; by default it is the rank in torch.distributed, or 0 of 1.
-
-    >>> resolve_worker(None, None), resolve_worker(2, 4), resolve_worker(2, None)
-    ((0, 1), (2, 4), (2, None))
-    """
-    if worker is None and workers is None:
-        return (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
-    if worker is None or not is_whole(worker, 0) or not (workers is None or is_whole(workers, worker + 1)):
-        raise ValueError(
-            f"worker={worker!r}, workers={workers!r}: give whole numbers, such as worker=0, workers=4. "
-            "Workers count from 0, so worker is below workers."
-        )
-    return worker, workers
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _found(folder: Path, step: int | None, caller: str) -> dict[int, Path]:
-    """Return the checkpoints by step, and make sure that `step`, if given, is one of them."""
+    """Return the checkpoints by step, of which `step` must be one."""
     found = complete(folder)
     if step is not None and step not in found:
-        raise CheckpointError(f"{caller}(step={step}): {folder} has no such step. {_steps(found)}")
+        raise CheckpointError(f"{caller}(step={step}): {folder} has no such step, but {list(found)}.")
     return found
 
 
-def _steps(found: dict[int, Path]) -> str:
-    return f"It has the steps {', '.join(map(str, found))}." if found else "It has no checkpoint."
-
-
-def _inspect(step: int, path: Path, read: Callable[[Path, list[FileRecord]], T]) -> tuple[Checkpoint, T | None]:
-    """Read something from a checkpoint. If it is damaged, return None and the problem."""
-    workers = None
+def _inspect(step: int, path: Path, check: str, own: int | None = None) -> tuple[Checkpoint, Any]:
+    """Check the "sizes" of all files, and the contents of "all" or the "own" one. Return also the own state."""
+    workers = state = None
     try:
         records = read_manifest(path, step)
         workers = len(records)
-        return Checkpoint(step, path, workers), read(path, records)
+        for worker, record in enumerate(records):
+            file = path / worker_file(worker)
+            if worker == own:
+                state = read_worker_file(file, record)
+            elif check == "all" and own is None:
+                read_worker_file(file, record, discard_data=True)
+            else:
+                check_file(file, record, size_only=check != "all")
     except (CheckpointError, OSError) as error:
         return Checkpoint(step, path, workers, str(error)), None
-
-
-def _check_sizes(path: Path, records: list[FileRecord]) -> None:
-    for worker, record in enumerate(records):
-        check_file(path / worker_file(worker), record, size_only=True)
-
-
-def _check_all(path: Path, records: list[FileRecord]) -> None:
-    for worker, record in enumerate(records):
-        read_worker_file(path / worker_file(worker), record, discard_data=True)
-
-
-def _read_own(path: Path, records: list[FileRecord], own: int, check: str) -> Any:
-    """Check the files, and return the state of this worker, if there is such a worker."""
-    for worker, record in enumerate(records):
-        check_file(path / worker_file(worker), record, size_only=worker == own or check == "own")
-    return read_worker_file(path / worker_file(own), records[own]) if own < len(records) else None
+    return Checkpoint(step, path, workers), state
 
 
 def newest_common(folder: StrPath, *, worker: int | None = None, workers: int | None = None) -> int:
     """Find the newest step that is good on every worker of torch.distributed's default group. All workers call it.
-
-        step = checkpoint.newest_common(folder)
-        saved = checkpoint.load(folder, step=step, check="own")
 
     Each worker reads its own file only. So the workers may also have folders of their own, on their own disks, each
     saved as by a single worker: `newest_common(folder, worker=0, workers=1)`.
@@ -170,21 +152,12 @@ def newest_common(folder: StrPath, *, worker: int | None = None, workers: int | 
 
     while True:
         own = next((step for step in reversed(found) if step <= limit and is_good(step)), -1)
-        lowest, highest = _lowest_and_highest(own)
+        lowest, highest = lowest_and_highest(own)
         if lowest < 0:
-            raise CheckpointError(f"newest_common: no step in {folder} is good on every worker. {_steps(found)}")
+            raise CheckpointError(f"newest_common: no step in {folder}, of {list(found)}, is good on every worker.")
         if lowest == highest:
             return lowest
         limit = lowest
-
-
-def _lowest_and_highest(value: int) -> tuple[int, int]:
-    """Compare a value with those of the other workers."""
-    if not _distributed():
-        return value, value
-    ends = torch.tensor([value, -value], device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(ends, dist.ReduceOp.MIN)
-    return int(ends[0]), -int(ends[1])
 
 
 def rewind(folder: StrPath, step: int) -> list[Checkpoint]:
@@ -192,7 +165,7 @@ def rewind(folder: StrPath, step: int) -> list[Checkpoint]:
 
     One worker calls it, before the others load.
     """
-    target, _ = _inspect(step, _found(Path(folder), step, "rewind")[step], _check_all)
+    target, _ = _inspect(step, _found(Path(folder), step, "rewind")[step], "all")
     if not target.good:
         raise CheckpointError(f"rewind(step={step}): {target.path} is damaged: {target.problem} Nothing was removed.")
     later = [each for each in checkpoints(folder) if each.step > step]

@@ -27,8 +27,7 @@ def resize(
     start with zero residuals. All other state is shared; it is that of worker 0, and not copied.
 
     `conserve="sum"` keeps the sum of the residuals. A sync adds their *mean*, so the same sum moves the model further
-    with fewer workers, and less far with more. `conserve="mean"` scales the residuals by new / old number of workers,
-    so that the next syncs add the same to the average.
+    with fewer workers. `conserve="mean"` scales the residuals by new / old number of workers to correct that.
     """
     call = f"resize({len(states)} states, workers={workers!r}, conserve={conserve!r})"
     if not states or not is_whole(workers) or conserve not in ("sum", "mean"):

@@ -5,36 +5,45 @@
     other workers                      │ find it   │ write, wait until .step-42.tmp is gone
 
 The barrier is called twice, in the caller's thread. After that the workers coordinate through the folder alone, so the
-rest can run in the background without interleaving with collectives.
+rest can run in the background without interleaving with collectives. A worker writes its file, then `worker-00003.part`
+with the file's record. If it fails, it leaves an empty part; worker 0 then removes the folder.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
+import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
 
-from laconic.checkpoint.loading import StrPath, resolve_worker
-from laconic.checkpoint.records import CheckpointError
-from laconic.checkpoint.transaction import Contents, SaveTransaction
-from laconic.checkpoint.tree import flatten, snapshot
+from laconic.checkpoint import files
+from laconic.checkpoint import folder as folders
+from laconic.checkpoint.loading import StrPath, checkpoints, verify
+from laconic.checkpoint.tree import CheckpointError, flatten, snapshot
+from laconic.checkpoint.workers import Barrier, resolve_barrier, resolve_worker
 from laconic.values import is_number, is_whole
 
 logger = logging.getLogger("laconic.checkpoint")
 
-Barrier: TypeAlias = Callable[[], object] | dist.ProcessGroup | None
+Contents: TypeAlias = tuple[Any, Mapping[str, Tensor]]
 Run: TypeAlias = Generator[None, Contents, None]
+
+_VISIBLE_WITHIN_S = 5.0
+"""How long a shared file system may take to show what another worker created."""
 
 
 class Saving:
-    """A save that is running or has ended. Waiting for it is optional: the next save does, and the interpreter."""
+    """A save that is running or has ended. Waiting is optional: the next save waits for it, and so does the exit."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -75,8 +84,8 @@ def save(
     written their files; then all but the last `keep` good ones are removed. A failure, such as a full disk, is a
     `CheckpointError`, and leaves the older checkpoints as they were.
 
-    With `wait=False` tensors are copied now and written in the background. A failure then does not stop the training:
-    it is logged, and is `error` of the result. One save runs at a time: the next one waits for it.
+    With `wait=False` tensors are copied now and written in the background. A failure is then logged, and is `error` of
+    the result. One save runs at a time: the next one waits for it.
 
     `worker` and `workers` default to those of torch.distributed, or 0 and 1 without it. `barrier`, a callable or a
     process group, makes the workers wait for each other; it is called twice, in this thread. `timeout_s` is how long a
@@ -87,7 +96,7 @@ def save(
     _check("step", step, is_whole(step, 0) and step < 2**63, "a whole number from 0 up, such as session.step")
     _check("keep", keep, is_whole(keep), "a whole number from 1 up, such as 10**9 to keep all")
     _check("timeout_s", timeout_s, is_number(timeout_s) and timeout_s > 0, "a number of seconds above 0")
-    call_barrier = _resolve_barrier(barrier, workers := workers or 1)
+    call_barrier = resolve_barrier(barrier, workers := workers or 1)
     key = (os.path.realpath(folder), worker)
     if key in _last:
         _last[key].wait()
@@ -106,20 +115,6 @@ def save(
 def _check(name: str, value: object, valid: bool, rule: str) -> None:
     if not valid:
         raise ValueError(f"save({name}={value!r}): {name} must be {rule}.")
-
-
-def _resolve_barrier(barrier: Barrier, workers: int) -> Callable[[], object]:
-    """Return the callable that waits for all workers."""
-    if workers == 1:
-        return lambda: None
-    if callable(barrier):
-        return barrier
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(barrier) != workers:
-        raise ValueError(
-            f"save(workers={workers}, barrier={barrier!r}): the workers must wait for each other. Give a process group "
-            "of those that save, or a callable that returns when all have called it."
-        )
-    return lambda: dist.barrier(barrier)
 
 
 def _prepare(run: Run, state: Any, call_barrier: Callable[[], object], copy: bool) -> Contents | Exception:
@@ -165,3 +160,130 @@ def _finish(saving: Saving, run: Run, contents: Contents | Exception, folder: St
         traceback.clear_frames(error.__traceback__)
     finally:
         saving._ended.set()
+
+
+@dataclass(frozen=True)
+class SaveTransaction:
+    """One worker's part in saving one checkpoint. Nothing appears unless all workers succeed."""
+
+    folder: Path
+    step: int
+    worker: int
+    workers: int
+    keep: int
+    timeout_s: float
+
+    def run(self) -> Run:
+        """Save in three parts: before the first barrier, between the barriers, and when the contents are sent."""
+        return self._lead() if self.worker == 0 else self._follow()
+
+    def _lead(self) -> Run:
+        """On worker 0: create the temporary folder, and rename it when all workers have written."""
+        if later := [each.step for each in verify(self.folder, after=self.step) if each.good]:
+            raise CheckpointError(
+                f"{self.folder} already has step {later[-1]}, which is later. A folder holds one run, and its steps "
+                "grow: load that step, save to another folder, or call rewind(folder, step=...) to go back."
+            )
+        folders.sweep(self.folder)
+        temporary = folders.make_temporary(self.folder, self.step)
+        try:
+            with folders.locked(temporary):
+                yield
+                self._write(temporary, (yield))
+                files.write_manifest(temporary, self.step, self._collect_records(temporary))
+                folders.put_in_place(temporary, self.step)
+        except BaseException:
+            folders.discard(temporary)
+            raise
+        self._prune()
+
+    def _follow(self) -> Run:
+        """On another worker: write to worker 0's folder, and wait until it is renamed."""
+        yield
+        temporary = None
+        try:
+            with suppress(CheckpointError):
+                temporary = self._temporary()  # worker 0 cannot have removed it yet
+            contents = yield
+            temporary = temporary or self._find_late()
+            self._wait_for_commit(temporary, self._write(temporary, contents))
+        except BaseException:
+            with suppress(OSError):
+                if temporary is not None:
+                    _part(temporary, self.worker).write_bytes(b"")
+            raise
+
+    def _temporary(self) -> Path | None:
+        return folders.find_temporary(self.folder, self.step)
+
+    def _find_late(self) -> Path:
+        _wait_until(lambda: self._temporary() is not None, min(self.timeout_s, _VISIBLE_WITHIN_S))
+        if (found := self._temporary()) is None:
+            raise CheckpointError(
+                f"worker {self.worker} does not see a temporary folder in {self.folder}: worker 0 could not create it, "
+                "or they do not share the folder. With a disk for each worker, save with worker=0, workers=1."
+            )
+        return found
+
+    def _write(self, temporary: Path, contents: Contents) -> files.FileRecord:
+        part = _part(temporary, self.worker)
+        try:
+            record = files.write_worker_file(temporary / files.worker_file(self.worker), *contents)
+            files.write_synced(part.with_suffix(".new"), json.dumps(asdict(record)).encode())
+            os.rename(part.with_suffix(".new"), part)  # worker 0 never reads half of it
+        except (OSError, SafetensorError) as error:
+            if not temporary.is_dir():
+                raise _cancelled() from error
+            raise
+        return record
+
+    def _collect_records(self, temporary: Path) -> list[files.FileRecord]:
+        """Wait for the parts of all workers, and remove them."""
+        parts = [_part(temporary, worker) for worker in range(self.workers)]
+
+        def read() -> dict[int, str]:
+            return {worker: part.read_text() for worker, part in enumerate(parts) if part.exists()}
+
+        _wait_until(lambda: len(found := read()) == self.workers or "" in found.values(), self.timeout_s)
+        found = read()
+        if failed := [worker for worker, text in found.items() if not text]:
+            raise CheckpointError(f"worker {failed[0]} could not write its part; its own error gives the reason.")
+        if missing := sorted(set(range(self.workers)) - set(found)):
+            raise CheckpointError(f"workers {missing} did not write their parts within {self.timeout_s} s.")
+        for part in parts:
+            os.unlink(part)
+        return [files.FileRecord(**json.loads(text)) for text in found.values()]
+
+    def _wait_for_commit(self, temporary: Path, record: files.FileRecord) -> None:
+        if not _wait_until(lambda: self._temporary() != temporary, self.timeout_s):
+            raise CheckpointError(f"worker 0 did not complete the checkpoint within {self.timeout_s} s.")
+        with suppress(CheckpointError, OSError):
+            if files.read_manifest(folders.final_path(self.folder, self.step), self.step)[self.worker] == record:
+                return
+        raise _cancelled()
+
+    def _prune(self) -> None:
+        """Remove what is older than the last `keep` good checkpoints."""
+        kept = 0
+        for each in reversed(checkpoints(self.folder)):
+            if each.step <= self.step:  # later ones are damaged, and not ours to remove
+                if kept >= self.keep:
+                    folders.discard(each.path)
+                kept += each.good
+
+
+def _part(temporary: Path, worker: int) -> Path:
+    return temporary / f"worker-{worker:05d}.part"
+
+
+def _cancelled() -> CheckpointError:
+    return CheckpointError("worker 0 cancelled the save because another worker failed; its own error gives the reason.")
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Poll a condition, with growing pauses, and return whether it became true in time."""
+    deadline, pause_s = time.monotonic() + timeout_s, 0.001
+    while not (done := condition()) and time.monotonic() < deadline:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.1)
+    return done

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laconic.checkpoint.records import CheckpointError
 from laconic.values import is_whole
 
 MAX_DEPTH = 64
 _ALLOWED = "Save dicts, lists, tuples, tensors, strings, numbers, bools and None."
 
-Path: TypeAlias = tuple[str | int, ...]
-ReadTensor: TypeAlias = Callable[[str], Tensor]
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or is damaged."""
 
 
 def _named(names: str) -> dict[str, torch.dtype]:
@@ -68,11 +68,10 @@ def flatten(state: Any) -> tuple[Any, dict[str, Tensor]]:
     >>> flatten({"model": {"a/b": torch.zeros(2)}, "step": 3})
     ({'dict': [['model', {'dict': [['a/b', {'tensor': 'model/a/b'}]]}], ['step', 3]]}, {'model/a/b': tensor([0., 0.])})
     """
-    tensors = dict[str, Tensor]()
-    return _flatten(state, (), tensors), tensors
+    return _flatten(state, (), tensors := dict[str, Tensor]()), tensors
 
 
-def _flatten(value: Any, path: Path, tensors: dict[str, Tensor]) -> Any:
+def _flatten(value: Any, path: tuple[str | int, ...], tensors: dict[str, Tensor]) -> Any:
     if len(path) > MAX_DEPTH:
         raise TypeError(f"{_shown(path[:4])}... is nested more than {MAX_DEPTH} deep, or contains itself. {_ALLOWED}")
     if isinstance(value, Tensor):
@@ -94,7 +93,7 @@ def _flatten(value: Any, path: Path, tensors: dict[str, Tensor]) -> Any:
     raise TypeError(f"{_shown(path)} has the type {kind}, which a checkpoint does not hold. {_ALLOWED}")
 
 
-def _add(t: Tensor, path: Path, tensors: dict[str, Tensor]) -> Any:
+def _add(t: Tensor, path: tuple[str | int, ...], tensors: dict[str, Tensor]) -> Any:
     dtype, plain = dtype_name(t.dtype), type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
     if not plain or t.device.type == "meta" or dtype not in NATIVE_DTYPES | AS_BYTES:
         raise TypeError(
@@ -108,11 +107,11 @@ def _add(t: Tensor, path: Path, tensors: dict[str, Tensor]) -> Any:
     return {"tensor": name} if dtype in NATIVE_DTYPES else {"bytes": [name, dtype, list(t.shape)]}
 
 
-def _shown(path: Path) -> str:
+def _shown(path: tuple[str | int, ...]) -> str:
     return "state" + "".join(f"[{key!r}]" for key in path)
 
 
-def unflatten(skeleton: Any, read: ReadTensor, depth: int = 0) -> Any:
+def unflatten(skeleton: Any, read: Callable[[str], Tensor], depth: int = 0) -> Any:
     """Return the state of a skeleton that may be hostile; `read` returns the tensor of a name.
 
     >>> unflatten({"dict": [["lr", 0.1], ["betas", {"tuple": [0.9, 0.999]}]]}, read=lambda name: torch.zeros(2))
@@ -138,7 +137,7 @@ def unflatten(skeleton: Any, read: ReadTensor, depth: int = 0) -> Any:
     raise CheckpointError(f"it has an object of unknown kind: {str(skeleton)[:80]}.")
 
 
-def _unflatten_dict(pairs: list[Any], read: ReadTensor, depth: int) -> dict[str | int, Any]:
+def _unflatten_dict(pairs: list[Any], read: Callable[[str], Tensor], depth: int) -> dict[str | int, Any]:
     result: dict[str | int, Any] = {}
     for pair in pairs:
         match pair:

@@ -53,7 +53,7 @@ def compare(
 ) -> None:
     """Run the same training once with each plan, and compare loss, bytes and time.
 
-    A comparison that was stopped goes on with the plans that are missing when the same command is given again.
+    If a comparison was stopped, the same command continues it with the missing plans.
     """
     given = _workers(hosts, workers, link)
     connected = _link(link, given)

@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from laconic.atomic_write import write_atomically
 from laconic.checks.outliers import names
 from laconic.cli import options
 from laconic.cli.results import check_writable
 from laconic.cli.running import workers_here
-from laconic.compare.files import versions, write_whole
+from laconic.compare.files import versions
 from laconic.compare.settings import LabError, check_workers, found_place, usable_cores
 from laconic.doctor.diagnosis import check_as_worker, check_here, inject_faults
 from laconic.doctor.finding import Finding, has_problem
@@ -79,7 +80,7 @@ def doctor(
     if shows:
         show(findings, plain or not sys.stdout.isatty())
         if json is not None:
-            write_whole(json, _as_json(findings).encode())
+            write_atomically(json, _as_json(findings).encode())
     raise typer.Exit(int(has_problem(findings)))
 
 

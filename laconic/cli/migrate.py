@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from laconic.checkpoint.atomic_write import write_atomically
+from laconic.atomic_write import write_atomically
 
 if TYPE_CHECKING:
     from laconic.migrate import ParsedScript
@@ -39,7 +38,7 @@ def _migrate_one(file: Path, write: bool) -> int:
         changed = script.rewritten() if write else script.code
         left = len(ParsedScript(changed, str(file)).findings)
         if changed != script.code:
-            write_atomically(os.path.realpath(file), changed)  # a link stays one
+            write_atomically(file.resolve(), changed)  # a link stays one
     except FileNotFoundError:
         typer.echo(f"{file}: there is no such file. Give the path of a training script.", err=True)
         return 2

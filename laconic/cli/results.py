@@ -7,7 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from laconic.compare.files import write_temporary, write_whole
+from laconic.atomic_write import write_atomically, write_temporary
 from laconic.compare.records import Outcome, as_json
 from laconic.compare.settings import LabError
 from laconic.compare.units import human_bytes, times_fewer
@@ -64,4 +64,4 @@ def check_writable(path: Path, option: str = "--json") -> None:
 
 def write_json(path: Path, outcomes: Sequence[Outcome]) -> None:
     """Write a JSON list with one object for each plan."""
-    write_whole(path, as_json(outcomes).encode())
+    write_atomically(path, as_json(outcomes).encode())

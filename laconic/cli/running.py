@@ -112,7 +112,9 @@ def _run_launched(runs: Sequence[Run], options: CommandOptions, view: View, unfi
         known = unfinished.load()[: len(runs)] if options.resume else []
         outcomes = list(takewhile(lambda outcome: outcome.clock == network.clock, known))
         if outcomes:
-            view.say(f"going on after {len(outcomes)} of {len(runs)} plans, finished before; --fresh starts anew")
+            view.message(
+                f"continuing after {len(outcomes)} of {len(runs)} plans, finished before; --fresh starts again"
+            )
         with view.running():
             for index, run in list(enumerate(runs))[len(outcomes) :]:
                 outcomes.append(_launch(run, network, view, index))
@@ -131,7 +133,7 @@ def _network(options: CommandOptions, view: View) -> Iterator[Network]:
             try:
                 network = Network(options.port, slow=stack.enter_context(slow_link(options.link)))
             except NoSlowLink as error:
-                view.say(
+                view.message(
                     f"no real link of {options.link} can be made here ({error}): the runs go at full speed, and the "
                     "link's time is computed from the bytes that they send."
                 )

@@ -37,7 +37,7 @@ class Row:
 class View:
     """Shows runs one after another. This class shows nothing; subclasses override what they show."""
 
-    def say(self, line: str) -> None:
+    def message(self, line: str) -> None:
         """Show a message about the whole command."""
 
     @contextmanager
@@ -63,7 +63,7 @@ class PlainView(View):
         self._labels = labels
         self._next: dict[Row, tuple[int, float]] = {}  # the step and the time of a row's next line
 
-    def say(self, line: str) -> None:
+    def message(self, line: str) -> None:
         """Print a line."""
         try:
             self._console.print(line, markup=False, soft_wrap=True)
@@ -79,11 +79,11 @@ class PlainView(View):
         if progress.step >= step or now >= second or progress.ended:
             stride = max(1, progress.steps // PLAIN_LINES) if progress.steps else sys.maxsize
             self._next[row] = (progress.step + stride, now + PLAIN_SECONDS)
-            self.say(plain_line(self._labels[row], progress))
+            self.message(plain_line(self._labels[row], progress))
 
     def finish(self, outcome: Outcome) -> None:
         """Print the results of the run."""
-        self.say(
+        self.message(
             f"{outcome.plan} done {outcome.loss_of}_loss={outcome.loss_start:.3f}->{outcome.loss_final:.3f} "
             f"sent={human_bytes(outcome.sent_bytes)} took={outcome.seconds:.1f}s"
         )
@@ -103,7 +103,7 @@ class LiveView(View):
         self._losses: dict[Row, list[float]] = {row: [] for row in labels}
         self._live = Live(console=self._console, get_renderable=self._table, refresh_per_second=8, transient=True)
 
-    def say(self, line: str) -> None:
+    def message(self, line: str) -> None:
         """Print a line above the table."""
         self._console.print(line, markup=False, soft_wrap=True)
 

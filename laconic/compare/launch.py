@@ -186,19 +186,19 @@ def environment(changes: Mapping[str, str], workers: int, hosts: bool = False) -
 def _worker_error(error: ChildFailedError, run: Run, folder: Path) -> WorkerError:
     """Name the worker that failed first, not one that failed or was stopped as a consequence."""
     first, _ = error.get_first_failure()
-    words = {worker: last_error(_log(folder, worker)) for worker in (first, *range(run.workers))}
+    errors = {worker: last_error(_log(folder, worker)) for worker in (first, *range(run.workers))}
     for worker, failure in error.failures.items():
-        if failure.exitcode < 0 and (not words[worker] or failure.exitcode != -signal.SIGTERM):
-            words[worker] = killed_by(failure.exitcode)
-        elif not words[worker]:
-            words[worker] = (_log(folder, worker).splitlines() or [killed_by(failure.exitcode)])[-1]
-    causes = [worker for worker, text in words.items() if text and not any(x in text.lower() for x in CONSEQUENCES)]
+        if failure.exitcode < 0 and (not errors[worker] or failure.exitcode != -signal.SIGTERM):
+            errors[worker] = killed_by(failure.exitcode)
+        elif not errors[worker]:
+            errors[worker] = (_log(folder, worker).splitlines() or [killed_by(failure.exitcode)])[-1]
+    causes = [worker for worker, text in errors.items() if text and not any(x in text.lower() for x in CONSEQUENCES)]
     culprit = causes[0] if causes else first
     reports = Tail(progress_file(folder, culprit)).read()
     when = f"after step {reports[-1].step}" if reports else "at start"
     return WorkerError(
         f"worker {culprit} of {run.workers} of {run.title} failed {when}, with plan {run.plan}: "
-        f"{words[culprit].rstrip('.')}. The other workers were stopped."
+        f"{errors[culprit].rstrip('.')}. The other workers were stopped."
     )
 
 
@@ -222,6 +222,6 @@ def killed_by(exit_code: int) -> str:
     """Describe how a process ended.
 
     >>> killed_by(-9), killed_by(3)
-    ('killed by SIGKILL', 'it left with exit code 3')
+    ('killed by SIGKILL', 'it exited with code 3')
     """
-    return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"it left with exit code {exit_code}"
+    return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"it exited with code {exit_code}"

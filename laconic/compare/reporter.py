@@ -40,8 +40,8 @@ CHECKED_EVERY = 4  # reports; workers do not wait for each other in between
 
 def write_goal(folder: Path, goal: Goal, computed: Link | None) -> None:
     """Write what the reporters of a run need: its goal, and the link whose time they compute, if any."""
-    told = {"goal": asdict(goal), "computed": None if computed is None else str(computed)}
-    (folder / GOAL).write_text(json.dumps(told))
+    content = {"goal": asdict(goal), "computed": None if computed is None else str(computed)}
+    (folder / GOAL).write_text(json.dumps(content))
 
 
 def seconds_file(folder: Path, worker: int) -> Path:
@@ -59,10 +59,10 @@ class CompareReporter(StepObserver):
     """Writes the progress of one worker, and tells the training when to stop."""
 
     def __init__(self, folder: Path) -> None:
-        told = json.loads((folder / GOAL).read_text())
+        content = json.loads((folder / GOAL).read_text())
         self._folder = folder
-        self._goal = Goal(**told["goal"])
-        self._computed = None if told["computed"] is None else link(told["computed"])
+        self._goal = Goal(**content["goal"])
+        self._computed = None if content["computed"] is None else link(content["computed"])
         self._worker = dist.get_rank() if dist.is_initialized() else 0
         self._tokens = 0
 

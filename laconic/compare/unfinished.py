@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import laconic
-from laconic.compare.files import write_whole
+from laconic.atomic_write import write_atomically
 from laconic.compare.records import Outcome, Point
 from laconic.compare.settings import Run, Script
 
@@ -38,7 +38,7 @@ class Unfinished:
         """Save the outcomes so far."""
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path, json.dumps([asdict(outcome) for outcome in outcomes]).encode())
+            write_atomically(self._path, json.dumps([asdict(outcome) for outcome in outcomes]).encode())
 
     def remove(self) -> None:
         """Remove what was saved: the comparison is finished."""

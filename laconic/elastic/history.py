@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from laconic import checkpoint
+from laconic.atomic_write import write_atomically
 from laconic.elastic.snapshot import Committed, Snapshot, Stateful, without_residuals
 
 logger = logging.getLogger("laconic.elastic")
@@ -133,9 +134,7 @@ class SnapshotStore:
 
     def mark_last(self, generation: int) -> None:
         """Record that the process ended in order, and held nothing newer than what is saved of this generation."""
-        new = self._own / f"{LAST}.new"
-        new.write_text(str(generation))
-        new.replace(self._own / LAST)
+        write_atomically(self._own / LAST, str(generation).encode())
 
     def newest(self, count: int) -> tuple[int, list[Snapshot], bool]:
         """Read the newest generation that has good snapshots: its number, the last snapshots, whether it is `last`."""

@@ -159,7 +159,7 @@ class Session:
         """Stop on these signals, by default SIGTERM. Every worker calls it, before the first step.
 
         When one worker gets a signal, `should_stop` becomes True on all after the same step: save, and leave the loop.
-        DDP and sharded models that average gradients then exchange about 40 bytes more every `every_s` seconds.
+        DDP and sharded models that average gradients then exchange a header of some 50 bytes every `every_s` seconds.
         """
         self._steps.stop_on(signals or (signal.SIGTERM,), every_s)
 

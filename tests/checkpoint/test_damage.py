@@ -71,7 +71,7 @@ def test_loading_a_damaged_step_is_an_error_with_both_digests(folder):
             checkpoint.load(folder, step=2, worker=worker)
         assert f"load(step=2): no good checkpoint in {folder}" in str(caught.value)
         assert "step 2: worker-00001.safetensors has the SHA-256 " in str(caught.value)
-        assert f"but the manifest lists {listed}: its bytes are not those that were saved" in str(caught.value)
+        assert f"but manifest.json lists {listed}: its bytes are not those that were saved" in str(caught.value)
         assert "Load another step" in str(caught.value)
     assert same(checkpoint.load(folder, step=2, worker=0, check="own").state, state_of(2, 0))
     with pytest.raises(CheckpointError):
@@ -81,27 +81,24 @@ def test_loading_a_damaged_step_is_an_error_with_both_digests(folder):
 def test_no_checkpoint_is_good(folder):
     for step in (1, 2, 3):
         (folder / f"step-{step:08d}" / "worker-00000.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no good checkpoint in .*\n  step 3: worker-0") as caught:
+    with pytest.raises(CheckpointError, match=r"no good checkpoint in .*\n  step 3: .*worker-0"):
         checkpoint.load(folder, worker=0)
-    problem = "worker-00000.safetensors is missing."
-    assert [(c.step, c.problem) for c in caught.value.skipped] == [(step, problem) for step in (3, 2, 1)]
 
 
 def test_there_is_no_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match=r"there is none.\n.* checkpoints\(folder\) is empty where nothing"):
         checkpoint.load(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match=r"load\(step=3\): .* has no such step. It has no checkpoint."):
+    with pytest.raises(CheckpointError, match=r"load\(step=3\): .* has no such step, but \[\]."):
         checkpoint.load(tmp_path, step=3)
 
 
 def test_another_number_of_workers_is_refused_with_the_way_out(folder):
     flip(folder / "step-00000003" / "worker-00000.safetensors", bit=3)
-    with pytest.raises(CheckpointError, match=r"step-00000002 was saved by 2 workers, and 3 load it.*resize") as caught:
+    with pytest.raises(CheckpointError, match=r"step-00000002 was saved by 2 workers, and each has its own.*resize"):
         checkpoint.load(folder, worker=0, workers=3)
-    assert [each.step for each in caught.value.skipped] == [3]
-    with pytest.raises(CheckpointError, match=r"saved by 2 workers, and 1 load it"):
+    with pytest.raises(CheckpointError, match=r"load\(worker=0, workers=1\): .* was saved by 2 workers"):
         checkpoint.load(folder, step=1)
-    with pytest.raises(CheckpointError, match="so it has no worker 2"):
+    with pytest.raises(CheckpointError, match=r"load\(worker=2, workers=None\): .* was saved by 2 workers"):
         checkpoint.load(folder, worker=2)
 
 
@@ -117,17 +114,15 @@ def test_a_checkpoint_under_the_name_of_another_is_refused(folder):
     os.rename(folder / "step-00000003", folder / "step-00000002")
     os.rename(folder / "two", folder / "step-00000003")
     assert checkpoint.load(folder, worker=0).step == 1
-    assert [each.problem for each in checkpoint.verify(folder)][1:] == [
-        "manifest.json belongs to step 3, but is in the folder of step 2.",
-        "manifest.json belongs to step 2, but is in the folder of step 3.",
-    ]
+    assert "version 2 and step 2 with" in checkpoint.verify(folder)[1].problem
+    assert "version 2 and step 3 with" in checkpoint.verify(folder)[2].problem
 
 
 def test_listing_finds_missing_and_truncated_files(folder):
     os.truncate(folder / "step-00000001" / "worker-00001.safetensors", 10)
     (folder / "step-00000002" / "worker-00001.safetensors").unlink()
     assert [each.good for each in checkpoint.checkpoints(folder)] == [False, False, True]
-    assert "has 10 bytes, but the manifest lists" in checkpoint.checkpoints(folder)[0].problem
+    assert "has 10 bytes, but manifest.json lists" in checkpoint.checkpoints(folder)[0].problem
 
 
 def flip(path: Path, bit: int) -> None:

@@ -17,7 +17,6 @@ import torch
 
 from laconic import checkpoint
 from laconic.checkpoint import CheckpointError
-from laconic.checkpoint.atomic_write import write_atomically
 from tests.checkpoint.trees import same
 
 OLD = {"w": torch.arange(100.0), "step": 1}
@@ -132,20 +131,3 @@ def test_a_disk_that_is_really_full(small_disk, wait):
     assert same(checkpoint.load(folder).state, OLD)
     checkpoint.save(folder, NEW, step=4)
     assert same(checkpoint.load(folder).state, NEW)
-
-
-def test_a_file_is_replaced_in_one_step_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    write_atomically(path, b"old")
-    path.chmod(0o640)
-    for name in ("fsync", "replace"):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, name, Failing(getattr(os, name), after=0))
-            with pytest.raises(OSError, match="No space left"):
-                write_atomically(path, b"new")
-        assert os.listdir(tmp_path) == ["file"] and path.read_bytes() == b"old"
-    with largest_file(2), pytest.raises(OSError, match="File too large"):
-        write_atomically(path, b"new")
-    assert os.listdir(tmp_path) == ["file"] and path.read_bytes() == b"old"
-    write_atomically(path, b"new")
-    assert path.read_bytes() == b"new" and path.stat().st_mode & 0o777 == 0o640

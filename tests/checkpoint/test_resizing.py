@@ -107,11 +107,11 @@ def test_states_of_different_checkpoints_are_refused():
     old[1]["step"] = 13
     with pytest.raises(ValueError, match=r"worker 1 was saved with step 13 and worker 0 with 12\. Give the states"):
         checkpoint.resize(old, 3)
-    with pytest.raises(ValueError, match=r"resize\(0 states, workers=3\)"):
+    with pytest.raises(ValueError, match=r"resize\(0 states, workers=3, .*: give each"):
         checkpoint.resize([], 3)
-    with pytest.raises(ValueError, match=r"resize\(2 states, workers=0\)"):
+    with pytest.raises(ValueError, match=r"resize\(2 states, workers=0"):
         checkpoint.resize(states_of(2), 0)
-    with pytest.raises(ValueError, match=r"resize\(conserve='all'\): conserve must be \"sum\" or \"mean\""):
+    with pytest.raises(ValueError, match=r"conserve='all'\): .* conserve=\"sum\" or \"mean\""):
         checkpoint.resize(states_of(2), 1, conserve="all")  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import laconic
 from laconic import checkpoint
 from laconic.checkpoint import CheckpointError
-from laconic.checkpoint.transaction import SaveTransaction
+from laconic.checkpoint.saving import SaveTransaction
 from tests.checkpoint.trees import same
 from tests.workers import run_workers
 
@@ -102,7 +102,7 @@ def test_a_worker_that_never_writes_is_named(tmp_path):
 
 
 def test_without_worker_0_the_others_fail(tmp_path):
-    with pytest.raises(CheckpointError, match=r"worker 1 does not see .*step-00000001.tmp.*do not share the folder"):
+    with pytest.raises(CheckpointError, match=r"worker 1 does not see a temporary folder .*do not share the folder"):
         checkpoint.save(tmp_path, 1, step=1, worker=1, workers=2, barrier=list, timeout_s=0.2)
     (tmp_path / ".step-00000001.tmp").mkdir()
     with pytest.raises(CheckpointError, match=r"worker 0 did not complete the checkpoint within 0.2 s"):
@@ -111,14 +111,13 @@ def test_without_worker_0_the_others_fail(tmp_path):
 
 def test_a_worker_left_over_from_an_earlier_run_changes_nothing(tmp_path):
     """It would write to a folder of the same name that a new run has made."""
-    orphan = SaveTransaction(tmp_path, step=1, worker=1, workers=2, keep=3, timeout_s=1)
+    orphan = SaveTransaction(tmp_path, step=1, worker=1, workers=2, keep=3, timeout_s=1).run()
     (tmp_path / ".step-00000001.tmp").mkdir()
-    assert orphan.open_folder()
+    next(orphan)
+    next(orphan)
     first = checkpoint.save(tmp_path, "new 0", step=1, worker=0, workers=2, barrier=list, wait=False)
     with pytest.raises(CheckpointError, match="worker 0 cancelled the save"):
-        orphan.write("old 1", {})
-    orphan.roll_back()
-    orphan.close()
+        orphan.send(("old 1", {}))
     assert not first.ended
     checkpoint.save(tmp_path, "new 1", step=1, worker=1, workers=2, barrier=list)
     assert first.wait()
@@ -164,7 +163,7 @@ def agree(worker: int, folder: str) -> int:
     for each in (1, 2) if worker == 2 else ():
         (mine / f"step-{each:08d}" / "manifest.json").unlink()
     dist.barrier()
-    with pytest.raises(CheckpointError, match=r"is good on every worker. It has the steps 1, 2, 3, 4."):
+    with pytest.raises(CheckpointError, match=r"of \[1, 2, 3, 4\], is good on every worker."):
         checkpoint.newest_common(mine, worker=0, workers=1)
     return step
 

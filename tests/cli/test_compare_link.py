@@ -95,7 +95,7 @@ class TestAsRoot:
         with comparing(*given) as process:
             out, err = process.communicate(timeout=120)
         assert (process.returncode, err) == (0, "")
-        assert out.startswith("going on after 1 of 2 plans, finished before; --fresh starts anew")
+        assert out.startswith("continuing after 1 of 2 plans, finished before; --fresh starts again")
         assert "post_local_sgd(period=2) step=" not in out
         assert [row["plan"] for row in rows_of(path)] == ["post_local_sgd(period=2)", "ddp()"]
         assert ours_in(short_tmp) == []

@@ -87,5 +87,5 @@ def test_the_base_view_shows_nothing(capsys):
     view = View()
     with view.running():
         view.progress(Row(0, 0), NOW)
-        view.say("something")
+        view.message("something")
     assert capsys.readouterr().out == ""

@@ -131,12 +131,12 @@ def test_a_computed_link_moves_the_clock(tmp_path):
         session.observe(CompareReporter(tmp_path))
         session.ledger.record("all_reduce", 1_000_000, 2, phase="gradient")
         assert not session.report(loss=torch.tensor(1.0), tokens=8)
-        [told] = Tail(progress_file(tmp_path, worker=0)).read()
-    assert 1000.0 <= told.seconds < 1100.0
-    assert (told.wire_bytes, told.sent_bytes, told.level_bytes) == (1_000_000, 1_000_000, {"world": 1_000_000})
-    assert told.link_s == pytest.approx(1000.0)
-    assert told.communication_s == pytest.approx(1000.0)
-    assert told.framing_bytes > 0
+        [report] = Tail(progress_file(tmp_path, worker=0)).read()
+    assert 1000.0 <= report.seconds < 1100.0
+    assert (report.wire_bytes, report.sent_bytes, report.level_bytes) == (1_000_000, 1_000_000, {"world": 1_000_000})
+    assert report.link_s == pytest.approx(1000.0)
+    assert report.communication_s == pytest.approx(1000.0)
+    assert report.framing_bytes > 0
 
 
 def reported_training(worker: int, folder: str) -> int:
@@ -149,12 +149,12 @@ def test_each_worker_reports_its_steps_and_stops_at_the_goal(tmp_path: Path):
     assert run_workers(reported_training, workers=2, args=(str(tmp_path),)) == [6, 6]
     assert json.loads((tmp_path / ABOUT).read_text()) == {"plan": "post_local_sgd(period=2)", "parameters": 72}
     for worker in (0, 1):
-        told = Tail(progress_file(tmp_path, worker)).read()
-        assert [progress.step for progress in told] == [1, 2, 3, 4, 5, 6]
-        assert [progress.worker for progress in told] == [worker] * 6
-        assert told[-1].ended == "steps"
-        assert 0 < told[-1].sent_bytes - 3 * 72 * 4 < 200  # and what workers check about each other
-        assert told[-1].link_s > 0
+        reports = Tail(progress_file(tmp_path, worker)).read()
+        assert [progress.step for progress in reports] == [1, 2, 3, 4, 5, 6]
+        assert [progress.worker for progress in reports] == [worker] * 6
+        assert reports[-1].ended == "steps"
+        assert 0 < reports[-1].sent_bytes - 3 * 72 * 4 < 200  # and what workers check about each other
+        assert reports[-1].link_s > 0
         doubles = seconds_file(tmp_path, worker).stat().st_size / 8  # one for each collective
         assert doubles == 3 + 2 + 3 * 2  # rounds; at attach; a header before and a digest after each round
 

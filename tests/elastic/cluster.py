@@ -1,8 +1,4 @@
-"""Worker processes that tests kill, stop and start again, and the replay that computes what they should have trained.
-
-Gradients are whole numbers that are divisible by any number of workers up to six: their mean is exact in float64 in
-any order of summation, so the replay of the commits must give the same bits.
-"""
+"""Worker processes that tests kill, stop and start again, and what they log."""
 
 from __future__ import annotations
 
@@ -21,15 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import laconic
 from laconic import elastic
+from tests.elastic.replay import Line, gradient, optimizer_of, replay
 from tests.namespaces import move_to
 from tests.workers import _context
-
-SIDE = 8
-DIVISIBLE = 60  # by 1 to 6
 
 
 @dataclass(frozen=True)
@@ -63,46 +56,6 @@ class Job:
     def end(self) -> Path:
         """A file that makes all workers stop, once it exists."""
         return Path(self.logs) / "end"
-
-
-class Line(nn.Module):
-    """A matrix and a vector, whose gradient is the data."""
-
-    def __init__(self, start: float) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.full((SIDE, SIDE), start, dtype=torch.float64))
-        self.b = nn.Parameter(torch.full((SIDE,), start, dtype=torch.float64))
-
-    def flat(self) -> Tensor:
-        return torch.cat([self.w.reshape(-1), self.b])
-
-
-def gradient(step: int, worker: int, workers: int) -> Tensor:
-    """Make the data of a step, different for each step, worker and number of workers."""
-    at = torch.arange(SIDE * SIDE + SIDE, dtype=torch.int64)
-    mixed = (step * 1009 + worker * 7919 + workers * 104729 + at * 31) % 997
-    return ((mixed - 498) * DIVISIBLE).double()
-
-
-def optimizer_of(model: nn.Module, momentum: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=2**-10, momentum=momentum)
-
-
-def replay(commits: list[tuple[int, int, list[str]]], momentum: float = 0.5) -> Tensor:
-    """Compute in this process, without faults, the weights that the commits lead to.
-
-    A commit of one step averages gradients. A commit of several steps averages weights, after steps without momentum.
-    """
-    model = Line(1.0)
-    optimizer = optimizer_of(model, momentum)
-    for since, step, workers in commits:
-        assert step == since + 1 or momentum == 0
-        n = len(workers)
-        gradients = [gradient(number, worker, n) for number in range(since + 1, step + 1) for worker in range(n)]
-        mean = torch.stack(gradients).sum(0) / n
-        model.w.grad, model.b.grad = mean[: SIDE * SIDE].view(SIDE, SIDE), mean[SIDE * SIDE :]
-        optimizer.step()
-    return model.flat().detach()
 
 
 def work(job: Job) -> None:

@@ -148,4 +148,4 @@ def test_without_elastic_all_workers_report_the_missing_one(tmp_path):
             reports.append(pipe.recv())
     assert [missing for _, missing in reports] == [[3], [3], [3], []], reports
     assert "worker 3 did not respond" in reports[0][0]
-    assert "does not answer" in reports[3][0]
+    assert "does not respond" in reports[3][0]

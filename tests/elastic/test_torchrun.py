@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from laconic import elastic
-from tests.elastic.cluster import Cluster, Job, replay
+from tests.elastic.cluster import Cluster, Job
+from tests.elastic.replay import replay
 from tests.workers import run_workers
 
 ROOT = Path(__file__).parents[2]

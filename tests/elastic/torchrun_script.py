@@ -15,7 +15,8 @@ import torch
 
 import laconic
 from laconic import elastic
-from tests.elastic.cluster import Line, gradient, optimizer_of, write_log
+from tests.elastic.cluster import write_log
+from tests.elastic.replay import Line, gradient, optimizer_of
 
 
 def train(port: int, logs: Path, total: int, log: Any) -> None:

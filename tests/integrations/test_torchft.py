@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import laconic
-from tests.elastic.cluster import Cluster, Job, Line, gradient, optimizer_of, write_log
+from tests.elastic.cluster import Cluster, Job, write_log
+from tests.elastic.replay import Line, gradient, optimizer_of
 from tests.workers import _context, run_workers
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")

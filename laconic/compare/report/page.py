@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from laconic.compare.files import versions, write_whole
+from laconic.atomic_write import write_atomically
+from laconic.compare.files import versions
 from laconic.compare.records import Outcome, as_json
 from laconic.compare.report.sentence import headline
 from laconic.compare.settings import LabError, usable_cores
@@ -35,14 +36,14 @@ def check_drawable(written: str) -> None:
 
 def write_page(path: Path, outcomes: Sequence[Outcome], arguments: Sequence[str]) -> None:
     """Write the report; `arguments` are those of the command."""
-    write_whole(path, page(outcomes, arguments).encode())
+    write_atomically(path, page(outcomes, arguments).encode())
 
 
 def write_png(path: Path, outcomes: Sequence[Outcome]) -> None:
     """Write the figures as one image."""
     from laconic.compare.report.figures import png
 
-    write_whole(path, png(outcomes, headline(outcomes)))
+    write_atomically(path, png(outcomes, headline(outcomes)))
 
 
 def page(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:

@@ -60,7 +60,7 @@ def test_the_same_seed_gives_the_same_losses(alone, tmp_path):
 
 
 def test_it_is_an_ordinary_script(alone, tmp_path, monkeypatch):
-    """Without `laconic compare`, it trains with ddp() and reports to nobody."""
+    """Without `laconic compare`, it trains with ddp() and does not report."""
     monkeypatch.delenv("LACONIC_PLAN", raising=False)
     losses = tmp_path / "losses.json"
     small = ["--layers=1", "--width=16", "--heads=1", "--context=16"]
