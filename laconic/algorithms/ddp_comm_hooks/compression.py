@@ -82,7 +82,6 @@ def _draw(
         return
     generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
     for shape, group in groups.items():
-        # [matrices, columns, rank]
         counts = [len(group)] if state.batch_tensors_with_same_shape else [1] * len(group)
         size, dtype = (shape[1], min(low_rank.rank, *shape)), wide_dtype(like.dtype)
         drawn = torch.cat([torch.randn(count, *size, generator=generator, dtype=dtype) for count in counts])
