@@ -1,8 +1,7 @@
 """An optimizer that averages the weights after its steps. The twin of `torch.distributed.optim.PostLocalSGDOptimizer`.
 
 Differences from torch: it supports all of `torch.optim.Optimizer`, with step hooks, closures, schedulers, copies and
-distributed checkpoints. `param_groups` are always those of the wrapped optimizer. If a GradScaler skips a step on one
-worker only, this worker still takes part in the averaging; with torch the workers wait for each other without end.
+distributed checkpoints. A worker whose step a GradScaler skips still takes part in the averaging.
 """
 
 import warnings
@@ -24,10 +23,8 @@ class PostLocalSGDOptimizer(Optimizer):
         optim: The local optimizer.
         averager: The model averager of its parameters.
 
-    >>> optimizer = PostLocalSGDOptimizer(
-    ...     optim=torch.optim.SGD(model.parameters(), lr=0.01),
-    ...     averager=PeriodicModelAverager(period=4, warmup_steps=100),
-    ... )  # doctest: +SKIP
+    >>> averager = PeriodicModelAverager(period=4, warmup_steps=100)  # doctest: +SKIP
+    >>> optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), averager)  # doctest: +SKIP
     """
 
     def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
@@ -64,11 +61,7 @@ class PostLocalSGDOptimizer(Optimizer):
         return repr(self.optim)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state and, as `"step"`, the averager's step.
-
-        The wrapped optimizer can load it by itself. Tools that keep only `state` and `param_groups`, such as
-        `torch.distributed.checkpoint`, lose the step: with these, save `averager.state_dict()` as well.
-        """
+        """Return the wrapped optimizer's state and the averager's `"step"`, which DCP does not keep."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -39,8 +39,5 @@ class DDPCommHookType(Enum):
 
 
 def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: DistributedDataParallel, state: Any = None) -> None:
-    """Register a hook by its name. `state` is the state of the hook; for PowerSGD it is a process group.
-
-    >>> register_ddp_comm_hook(DDPCommHookType.POWER_SGD, ddp_model)  # doctest: +SKIP
-    """
+    """Register a hook by its name. `state` is the state of the hook; for PowerSGD it is a process group."""
     comm_hook_type.value(model=model, state=state)

@@ -26,28 +26,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SETTINGS = (
-    "matrix_approximation_rank",
-    "start_powerSGD_iter",
-    "min_compression_rate",
-    "use_error_feedback",
-    "warm_start",
-    "orthogonalization_epsilon",
-    "compression_stats_logging_frequency",
-    "batch_tensors_with_same_shape",
+    *("matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback", "warm_start"),
+    *("orthogonalization_epsilon", "compression_stats_logging_frequency", "batch_tensors_with_same_shape"),
 )
 
 
 def compressed(state: PowerSGDState, tensors: Mapping[str, Tensor], batched: bool) -> Exchange:
     """Return the exchange of one bucket, with the dictionaries of `state` as the codec's state."""
-    low_rank = low_rank_of(state, batched)
+    low_rank = _low_rank_of(state, batched)
     codec = _codec_of(state, low_rank, batched)
     factors = {"p": state.p_memory_dict, "q": state.q_memory_dict} if state.warm_start else {"p": {}, "q": {}}
     _draw(state, low_rank, tensors, factors["q"], batched)
     return codec.average(tensors, _state_tree(state, codec, factors), reuse=True)
 
 
-def low_rank_of(state: PowerSGDState, batched: bool) -> LowRank:
-    """Return laconic's codec for the settings of `state`."""
+def _low_rank_of(state: PowerSGDState, batched: bool) -> LowRank:
     return LowRank(state.matrix_approximation_rank, 0 if batched else state.min_compression_rate)
 
 
@@ -60,7 +53,7 @@ def _codec_of(state: PowerSGDState, low_rank: LowRank, batched: bool) -> Codec:
 
 def _state_tree(state: PowerSGDState, codec: Codec, factors: State) -> State:
     """Return the codec's state. It is the same object in every step, because fused kernels cache tables in it."""
-    engine = state._get_engine()
+    engine = state._get_engine(state.process_group)
     key = (codec, id(state.error_dict), id(factors["p"]), id(factors["q"]))
     if engine.state_tree_key != key:
         engine.state_tree, engine.state_tree_key = _new_tree(codec, state.error_dict, factors), key
@@ -89,7 +82,6 @@ def _draw(
         return
     generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
     for shape, group in groups.items():
-        # [matrices, columns, rank]
         counts = [len(group)] if state.batch_tensors_with_same_shape else [1] * len(group)
         size, dtype = (shape[1], min(low_rank.rank, *shape)), wide_dtype(like.dtype)
         drawn = torch.cat([torch.randn(count, *size, generator=generator, dtype=dtype) for count in counts])
@@ -99,8 +91,7 @@ def _draw(
 def factor_groups(tensors: Mapping[str, Tensor], low_rank: LowRank) -> dict[tuple[int, int], list[str]]:
     """Return the names of the tensors that torch makes factors for, by matrix shape, in torch's order.
 
-    Below a compression rate of 1, torch also makes factors for vectors. laconic does not, but must draw torch's random
-    numbers for them to get the same ones for the matrices that follow.
+    With a rate below 1, vectors are among them: laconic does not compress them, but must draw the same random numbers.
     """
     groups: dict[tuple[int, int], list[str]] = defaultdict(list)
     for name, t in tensors.items():
@@ -111,16 +102,15 @@ def factor_groups(tensors: Mapping[str, Tensor], low_rank: LowRank) -> dict[tupl
 
 def count(state: PowerSGDState, bucket: GradBucket, tensors: Mapping[str, Tensor], batched: bool) -> None:
     """Update the compression statistics, which count elements as torch's do. The ledger counts bytes."""
-    low_rank = low_rank_of(state, batched)
+    low_rank = _low_rank_of(state, batched)
     state.total_numel_before_compression += sum(t.numel() for t in tensors.values())
     if batched:
         side = _side(tensors)
         state.total_numel_after_compression += 2 * side * min(low_rank.rank, side)
-    else:
-        for t in tensors.values():
-            rows, columns = _matrix_shape(t) if low_rank.accepts(t.shape) else (0, 0)
-            rank = min(low_rank.rank, rows, columns)
-            state.total_numel_after_compression += rank * (rows + columns) or t.numel()
+    for t in () if batched else tensors.values():
+        rows, columns = _matrix_shape(t) if low_rank.accepts(t.shape) else (0, 0)
+        rank = min(low_rank.rank, rows, columns)
+        state.total_numel_after_compression += rank * (rows + columns) or t.numel()
     if bucket.is_last() and state.iter >= state.next_stats_report:
         rate, before, after = state.compression_stats()
         logger.info("PowerSGD at iteration %s: %s elements became %s, rate %s", state.iter, before, after, rate)
@@ -141,11 +131,8 @@ def agree_at_first(
     """Check in each bucket of the first backward that all workers have the same settings and parameters."""
     facts: dict[str, object] = {}
     if bucket.index() == 0:
-        facts = {slot: getattr(state, slot) for slot in (*SETTINGS, "iter")}
-        facts["feedback"] = state.feedback
+        facts = {slot: getattr(state, slot) for slot in (*SETTINGS, "iter", "feedback")}
         facts["hook"] = "batched_powerSGD_hook" if batched else "powerSGD_hook"
-        facts["random_seed (the random state it makes)"] = int(
-            np.asarray(tuple(state.rng.get_state(legacy=True))[1]).sum()
-        )
-    facts |= parameter_facts(tensors.items())
-    agree(engine.queue, "PowerSGD", facts)
+        keys = tuple(state.rng.get_state(legacy=True))[1]
+        facts["random_seed (the random state it makes)"] = int(np.asarray(keys).sum())
+    agree(engine.queue, "PowerSGD", facts | parameter_facts(tensors.items()))

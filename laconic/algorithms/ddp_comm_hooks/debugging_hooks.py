@@ -12,10 +12,5 @@ __all__ = ["noop_hook"]
 
 
 def noop_hook(_: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Return each bucket unchanged, without communication.
-
-    Replicas diverge with it. Use it to measure the speed of training without the cost of communication.
-
-    >>> ddp_model.register_comm_hook(None, noop_hook)  # doctest: +SKIP
-    """
+    """Return each bucket unchanged, to measure training without communication. Replicas diverge with it."""
     return resolved(bucket.buffer())

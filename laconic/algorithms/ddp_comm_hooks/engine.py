@@ -1,4 +1,4 @@
-"""Shared parts of the hooks: collectives of a hook state, names of parameters, and averaging with one collective."""
+"""Shared parts of the hooks: states, their collectives and names of parameters; averaging with one collective."""
 
 from __future__ import annotations
 
@@ -25,23 +25,20 @@ if TYPE_CHECKING:
 
 def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return `group`, or the default process group for None, as torch's hooks do."""
-    if group is not None:
-        return group
-    world = dist.group.WORLD
-    if world is None:
+    found = dist.group.WORLD if group is None else group
+    if found is None:
         raise RuntimeError(
             "no process group was given and there is no default one. "
             "Call torch.distributed.init_process_group(...) before the first backward pass."
         )
-    return world
+    return found
 
 
 class ParameterNames:
     """Stable names for the parameters in a hook's buckets.
 
-    DDP does not pass names to a hook. But its first bucket layout is the reverse order of the model: the first bucket
-    holds the last parameters. So the first backward names each parameter by its index counted from the last,
-    `parameter[-1]`. The parameter keeps this name when DDP rebuilds its buckets.
+    DDP does not pass names to a hook, but its first buckets hold the parameters in reverse order. So the first backward
+    names each by its index counted from the last, `parameter[-1]`, and this name stays when DDP rebuilds its buckets.
     """
 
     def __init__(self) -> None:
@@ -60,7 +57,7 @@ class ParameterNames:
 
 
 class Engine:
-    """The queue, ledger, buckets and parameter names of one hook state. Never saved."""
+    """The queue, ledger and buckets of one hook state in one group. Never saved."""
 
     def __init__(self, group: dist.ProcessGroup | None, layout: Sequence[Sequence[str]] = ()) -> None:
         self.group = group_or_world(group)
@@ -68,10 +65,8 @@ class Engine:
         self.queue = CollectiveQueue(self.group, self.ledger)
         self.buckets = BucketQueue(self.queue)
         self.buckets.repeat(layout)
-        self.names = ParameterNames()
         self.first_backward = True
-        self.state_tree: State = {}
-        """Only for PowerSGD: the memory of the hook state as its codec expects it."""
+        self.state_tree: State = {}  # of PowerSGD's codec
         self.state_tree_key: tuple[object, ...] = ()
 
     def average(self, tensors: dict[str, Tensor], bucket: GradBucket, begin: Average) -> Future[Tensor]:
@@ -79,23 +74,43 @@ class Engine:
         return self.buckets.take(tensors, bucket.buffer(), bucket.is_last(), lambda some: written(begin(some), some))
 
 
-def average_once(codec: Codec, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-    """Average a bucket through a codec that needs one collective, which is launched here, on `group` itself.
+class HookState:
+    """Base of the hook states: attributes that torch's do not have, so that `__slots__` is the same as torch's."""
 
-    The callback neither launches nor waits, so the caller alone decides the order of the collectives.
-    """
-    flat = bucket.buffer()
-    tensors = {"": flat}
+    __slots__ = ("__weakref__", "_converted", "_engines", "_names", "_saved_layout", "feedback")
+
+    def _get_engine(self, group: dist.ProcessGroup | None, local: bool = False) -> Engine:
+        group, engine = group_or_world(group), self._engines.get(local)
+        if engine is None or engine.group is not group:
+            engine = self._engines[local] = Engine(group, self._saved_layout)
+        return engine
+
+    def _reset(self, engines: dict[bool, Engine], layout: Sequence[Sequence[str]] = ()) -> None:
+        """Name parameters anew, and average the next backward in this bucket layout. An empty one means DDP's own."""
+        self._engines, self._names = engines, ParameterNames()
+        self._saved_layout = [list(names) for names in layout]
+        for engine in engines.values():
+            engine.buckets.layout = []
+            engine.buckets.repeat(self._saved_layout)
+
+    def _layout(self) -> list[list[str]]:
+        used = [engine.buckets.layout for _, engine in sorted(self._engines.items()) if engine.buckets.layout]
+        return used[-1] if used else self._saved_layout
+
+
+def average_once(codec: Codec, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
+    """Average a bucket through a codec with one collective, launched here, on `group`. The callback does not wait."""
+    tensors = {"": bucket.buffer()}
     handles = _handles(written(codec.average(tensors, {}, reuse=True), tensors), group_or_world(group))
     work = next(handles, None)
     if work is None:  # a single worker
-        return resolved(flat)
+        return resolved(tensors[""])
 
     def finish(done: Future[Any]) -> Tensor:
         done.value()  # raises the error of the collective
         if next(handles, None) is not None:
             raise RuntimeError(f"{codec} needs more than one collective. Run it in a CollectiveQueue.")
-        return flat
+        return tensors[""]
 
     future: Future[Any] = work.get_future()
     return future.then(finish)

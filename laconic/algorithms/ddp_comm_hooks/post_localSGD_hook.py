@@ -1,13 +1,12 @@
 """Post-local SGD's gradient hook. The twin of torch's module of this name.
 
-Differences from torch: the constructor of the state creates the subgroup of the machine, not the backward pass, and
-also on machines without a GPU. A model averager with another warm-up raises an error when it first averages. The
-state can be saved, pickled and copied, and resuming is bit-exact.
+Differences from torch: the constructor of the state creates the subgroup, also without a GPU. A model averager with
+another warm-up raises an error. The state can be saved, pickled and copied, and resuming is bit-exact.
 """
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -16,43 +15,29 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from laconic.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from laconic.algorithms.ddp_comm_hooks.engine import Engine, ParameterNames, group_or_world
+from laconic.algorithms.ddp_comm_hooks.engine import HookState, group_or_world
 from laconic.codecs import Exact
 from laconic.comm.groups import subgroup_of, workers_on_this_machine
-from laconic.comm.requests import Exchange
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
 
 
-class _ExtraSlots:
-    """Attributes that torch's state does not have: `PostLocalSGDState.__slots__` is the same as torch's."""
-
-    __slots__ = ("__weakref__", "_engines", "_names", "_saved_layout")
-
-
-class PostLocalSGDState(_ExtraSlots):
+class PostLocalSGDState(HookState):
     """The iteration after which gradients are averaged within a subgroup, and the groups before and after it.
 
     Args:
         process_group: The workers that average until `start_localSGD_iter`; None for all.
         subgroup: The workers that average gradients afterwards; None for those on this machine.
-        start_localSGD_iter: The first iteration that averages within the subgroup. A model averager used with this
-            hook must have the same `warmup_steps`; this is checked.
+        start_localSGD_iter: The first iteration that averages within the subgroup: `warmup_steps` of the averager.
         post_local_gradient_allreduce: Whether gradients are averaged within the subgroup.
 
     >>> state = PostLocalSGDState(None, None, start_localSGD_iter=100, post_local_gradient_allreduce=False)
     >>> ddp_model.register_comm_hook(state, post_localSGD_hook)  # doctest: +SKIP
     """
 
-    __slots__ = [  # noqa: RUF023 - torch's order
-        "process_group",
-        "subgroup",
-        "start_localSGD_iter",
-        "post_local_gradient_allreduce",
-        "iter",
-    ]
+    __slots__ = [*("process_group", "subgroup", "start_localSGD_iter", "post_local_gradient_allreduce", "iter")]
 
     def __init__(
         self,
@@ -71,14 +56,13 @@ class PostLocalSGDState(_ExtraSlots):
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
-        self._engines: dict[bool, Engine] = {}
-        self._repeat_layout([])
+        self._reset({})
         logger.info("Gradients are averaged within subgroups after %s iterations.", start_localSGD_iter)
         if dist.is_initialized():
             self._create_subgroup()
-            self._get_engine(local=False)
+            self._get_engine(self.process_group)
             if self.subgroup is not None and post_local_gradient_allreduce:
-                self._get_engine(local=True)
+                self._get_engine(self.subgroup, local=True)
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count an iteration at its last bucket."""
@@ -95,7 +79,7 @@ class PostLocalSGDState(_ExtraSlots):
         """Restore a `state_dict`."""
         for name in _SAVED:
             setattr(self, name, state_dict[name])
-        self._repeat_layout(state_dict["layout"])
+        self._reset(self._engines, state_dict["layout"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but the process groups, which cannot be pickled."""
@@ -110,29 +94,9 @@ class PostLocalSGDState(_ExtraSlots):
     def __deepcopy__(self, memo: dict[int, Any]) -> "PostLocalSGDState":
         """Copy settings and iteration; groups are shared."""
         copy = PostLocalSGDState.__new__(PostLocalSGDState)
-        copy.process_group, copy.subgroup, copy._engines = self.process_group, self.subgroup, {}
-        copy.load_state_dict(self.state_dict())
+        copy.__setstate__(self.state_dict())
+        copy.process_group, copy.subgroup = self.process_group, self.subgroup
         return copy
-
-    def _repeat_layout(self, layout: Sequence[Sequence[str]]) -> None:
-        """Average the next backward in this bucket layout instead of DDP's. An empty layout means DDP's own."""
-        self._names = ParameterNames()
-        self._saved_layout = [list(names) for names in layout]
-        for engine in self._engines.values():
-            engine.buckets.layout = []
-            engine.buckets.repeat(self._saved_layout)
-
-    def _layout(self) -> list[list[str]]:
-        used = [engine.buckets.layout for _, engine in sorted(self._engines.items()) if engine.buckets.layout]
-        return used[-1] if used else self._saved_layout
-
-    def _get_engine(self, local: bool) -> Engine:
-        """Return the engine of the subgroup or of all workers."""
-        group = group_or_world(self.subgroup if local else self.process_group)
-        engine = self._engines.get(local)
-        if engine is None or engine.group is not group:
-            engine = self._engines[local] = Engine(group, self._saved_layout)
-        return engine
 
     def _create_subgroup(self) -> None:
         if self.subgroup is None and self.post_local_gradient_allreduce:
@@ -147,23 +111,14 @@ active_states: "weakref.WeakSet[PostLocalSGDState]" = weakref.WeakSet()
 
 
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[Tensor]:
-    """Average gradients over all workers, and from `start_localSGD_iter` on within the subgroup, or not at all.
-
-    Use it with a model averager, which averages the weights of the subgroups.
-
-    >>> ddp_model.register_comm_hook(state, post_localSGD_hook)  # doctest: +SKIP
-    """
+    """Average gradients over all workers, and from `start_localSGD_iter` on within the subgroup, or not at all."""
     active_states.add(state)
     local = state.iter >= state.start_localSGD_iter
     if local and not state.post_local_gradient_allreduce:
         return noop_hook(None, bucket)
     state._create_subgroup()
     tensors = state._names.gradients(bucket)
-    engine = state._get_engine(local)
+    engine = state._get_engine(state.subgroup if local else state.process_group, local)
     if not local:
         state.maybe_increase_iter(bucket)
-    return engine.average(tensors, bucket, _exact)
-
-
-def _exact(tensors: Mapping[str, Tensor]) -> Exchange:
-    return Exact().average(tensors, {}, reuse=True)
+    return engine.average(tensors, bucket, lambda some: Exact().average(some, {}, reuse=True))

@@ -1,16 +1,10 @@
 """PowerSGD as a DDP communication hook. The twin of torch's module of this name.
 
-It has the same names, arguments and defaults as torch's module. The differences, each with a test in
-`tests/algorithms`:
-
-- The residual is the error of *this* worker's own factors, not its distance from the mean, so it stays bounded
-  (`feedback="mean"` restores torch's rule).
-- Every worker starts its collectives in the same order, so several buckets on gloo are safe beside DDP's own.
-- Zero, rank-deficient, tiny and huge gradients stay finite, at every rank; `orthogonalization_epsilon` is not needed.
-- A step with NaN or Inf does not change the state.
-- State is keyed by parameter, not by bucket. It survives new bucket layouts, and resuming is bit-exact.
-- Factors and residuals are fp32 for fp16 and bf16 gradients.
-- Settings, parameters and seeds that differ between workers raise an error at the first step.
+Differences from torch: the residual is the error of *this* worker's own factors, not its distance from the mean, so it
+stays bounded. Every worker starts its collectives in the same order. Zero, rank-deficient, tiny and huge gradients stay
+finite. A step with NaN or Inf does not change the state. State is keyed by parameter, not by bucket, and resuming is
+bit-exact. Factors and residuals are fp32 for fp16 and bf16 gradients. Settings, parameters and seeds that differ
+between workers raise an error at the first step.
 """
 
 import logging
@@ -25,7 +19,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from laconic.algorithms.ddp_comm_hooks.compression import SETTINGS, agree_at_first, compressed, count
-from laconic.algorithms.ddp_comm_hooks.engine import Engine, group_or_world
+from laconic.algorithms.ddp_comm_hooks.engine import HookState
 from laconic.algorithms.ddp_comm_hooks.torch_state import Conversion, PickledState
 from laconic.codecs import ErrorFeedback, Exact, LowRank
 from laconic.comm.requests import Exchange
@@ -37,20 +31,13 @@ __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 logger = logging.getLogger(__name__)
 
 
-class _ExtraSlots:
-    """Attributes that torch's state does not have: `PowerSGDState.__slots__` is the same as torch's."""
-
-    __slots__ = ("__weakref__", "_converted", "_engine", "_saved_layout", "feedback")
-
-
-class PowerSGDState(_ExtraSlots):
+class PowerSGDState(HookState):
     """Settings and memory of PowerSGD for one DDP model.
 
     Args:
         process_group: The workers that average; None for all.
         matrix_approximation_rank: The rank of the factors. Start with 1, and double it while quality improves.
-        start_powerSGD_iter: Iterations of uncompressed averaging before compression starts. With error feedback or warm
-            start it must exceed 1, as in torch; a tenth of the training is a good choice.
+        start_powerSGD_iter: Iterations before compression starts; a tenth of the training is a good choice.
         min_compression_rate: A matrix with a lower compression rate is sent uncompressed.
         use_error_feedback: Whether the compression error of a step is added to the next gradient. Keep it on.
         warm_start: Whether a step starts from the factors of the previous step. Keep it on.
@@ -58,8 +45,8 @@ class PowerSGDState(_ExtraSlots):
         random_seed: The seed of the first factors, the same on every worker.
         compression_stats_logging_frequency: Iterations between log lines of the compression statistics.
         batch_tensors_with_same_shape: How the first factors are drawn; equal shapes are batched in any case.
-        feedback: "own" subtracts this worker's own product of factors, as in the paper's Algorithm 2. "mean" subtracts
-            the mean over the workers, as torch does: the residual then grows while workers see different data.
+        feedback: "own" subtracts this worker's own product of factors, as the paper does; "mean" subtracts the mean
+            over the workers, as torch does: the residual then grows while workers see different data.
 
     `error_dict`, `p_memory_dict` and `q_memory_dict` hold a tensor for each parameter, keyed by its index counted from
     the end of the model: `state.error_dict["parameter[-1]"]`.
@@ -68,24 +55,11 @@ class PowerSGDState(_ExtraSlots):
     >>> ddp_model.register_comm_hook(state, powerSGD_hook)  # doctest: +SKIP
     """
 
-    __slots__ = [  # noqa: RUF023 - torch's order
-        "process_group",
-        "matrix_approximation_rank",
-        "start_powerSGD_iter",
-        "min_compression_rate",
-        "orthogonalization_epsilon",
-        "use_error_feedback",
-        "warm_start",
-        "batch_tensors_with_same_shape",
-        "rng",
-        "error_dict",
-        "p_memory_dict",
-        "q_memory_dict",
-        "iter",
-        "total_numel_before_compression",
-        "total_numel_after_compression",
-        "compression_stats_logging_frequency",
-        "next_stats_report",
+    __slots__ = [
+        *("process_group", "matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate"),
+        *("orthogonalization_epsilon", "use_error_feedback", "warm_start", "batch_tensors_with_same_shape", "rng"),
+        *("error_dict", "p_memory_dict", "q_memory_dict", "iter", "total_numel_before_compression"),
+        *("total_numel_after_compression", "compression_stats_logging_frequency", "next_stats_report"),
     ]
 
     def __init__(
@@ -122,15 +96,12 @@ class PowerSGDState(_ExtraSlots):
         self.error_dict: dict[str, Tensor] = {}
         self.p_memory_dict: dict[str, Tensor] = {}
         self.q_memory_dict: dict[str, Tensor] = {}
-        self.iter = 0
-        self.total_numel_before_compression = 0
-        self.total_numel_after_compression = 0
+        self.iter = self.next_stats_report = 0
+        self.total_numel_before_compression = self.total_numel_after_compression = 0
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
-        self.next_stats_report = 0
         self.feedback = feedback
-        self._engine: Engine | None = None
-        self._saved_layout: list[list[str]] = []
         self._converted: Conversion | None = None
+        self._reset({})
         logger.info("PowerSGD: %s", {slot: getattr(self, slot) for slot in SETTINGS})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,31 +117,23 @@ class PowerSGDState(_ExtraSlots):
                 If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
         )
         self.process_group = dist.group.WORLD
-        self.feedback, self._saved_layout, self._engine, self._converted = "own", [], None, None
+        self.feedback, self._converted = "own", None
+        self._reset({})
         for name, value in state.items():
             setattr(self, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PowerSGDState":
         """Copy settings and memory; the process group is shared."""
         copy = PowerSGDState.__new__(PowerSGDState)
-        copy.process_group, copy._engine, copy._converted = self.process_group, None, self._converted
-        copy.feedback = self.feedback
-        copy.rng = np.random.RandomState()
+        copy.process_group, copy._converted, copy.rng = self.process_group, self._converted, np.random.RandomState()
         copy.load_state_dict(self.state_dict(), _strict=False)
         return copy
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this worker's state as tensors and plain values only, for `torch.load(weights_only=True)`.
-
-        Each worker must save its own state: residuals differ.
-        """
+        """Return the state as tensors and plain values. Each worker must save its own: residuals differ."""
         _, keys, position, has_gauss, gauss = self.rng.get_state(legacy=True)
-        rng = {
-            "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64).copy()),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "gauss": float(gauss),
-        }
+        numbers = {"position": int(position), "has_gauss": int(has_gauss), "gauss": float(gauss)}
+        rng = {"keys": torch.from_numpy(np.asarray(keys).astype(np.int64)), **numbers}
         memory = {slot: {n: t.clone() for n, t in getattr(self, slot).items()} for slot in _MEMORY}
         counts = {slot: getattr(self, slot) for slot in (*SETTINGS, *_COUNTERS)}
         return {**counts, **memory, "feedback": self.feedback, "rng": rng, "layout": self._layout()}
@@ -188,11 +151,9 @@ class PowerSGDState(_ExtraSlots):
         for slot in _MEMORY:
             setattr(self, slot, {name: t.clone() for name, t in state_dict[slot].items()})
         self.feedback = state_dict["feedback"]
-        rng = state_dict["rng"]
-        keys = rng["keys"].numpy().astype(np.uint32)
-        self.rng.set_state(("MT19937", keys, rng["position"], rng["has_gauss"], rng["gauss"]))
-        self._saved_layout = [list(names) for names in state_dict["layout"]]
-        self._engine = None
+        keys, position, has_gauss, gauss = (state_dict["rng"][x] for x in ("keys", "position", "has_gauss", "gauss"))
+        self.rng.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+        self._reset({}, state_dict["layout"])
 
     @classmethod
     def from_torch(
@@ -203,18 +164,14 @@ class PowerSGDState(_ExtraSlots):
     ) -> "PowerSGDState":
         """Convert a state that torch's `PowerSGDState` saved, as `torch_state.read_power_sgd_state` returns it.
 
-        torch's memory is keyed by bucket. It is converted at the end of the second backward, when DDP has rebuilt the
-        buckets; these two backward passes average exactly. If the sizes of the buckets are not those of the saved
-        run, the memory is dropped with a warning.
+        The memory is converted at the end of the second backward, when DDP has rebuilt its buckets; these two backward
+        passes average exactly. If the sizes of the buckets are others than when saving, it is dropped with a warning.
         """
-        state = cls.__new__(cls)
-        state.process_group, state.feedback = process_group, feedback
-        for slot in (*SETTINGS, *_COUNTERS):
+        state = cls(process_group, feedback=feedback, **{slot: getattr(pickled, slot) for slot in SETTINGS})
+        for slot in _COUNTERS:
             setattr(state, slot, getattr(pickled, slot))
-        state.error_dict, state.p_memory_dict, state.q_memory_dict = {}, {}, {}
-        state.rng = np.random.RandomState()
         state.rng.set_state(pickled.rng)
-        state._engine, state._saved_layout, state._converted = None, [], Conversion(pickled)
+        state._converted = Conversion(pickled)
         return state
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
@@ -236,17 +193,7 @@ class PowerSGDState(_ExtraSlots):
     @property
     def ledger(self) -> Ledger:
         """Bytes of every collective of this hook since the state was made or loaded. Not saved."""
-        return self._get_engine().ledger
-
-    def _layout(self) -> list[list[str]]:
-        return self._saved_layout if self._engine is None else self._engine.buckets.layout or self._saved_layout
-
-    def _get_engine(self) -> Engine:
-        """Return the engine, which the first bucket creates."""
-        engine = self._engine
-        if engine is None or engine.group is not group_or_world(self.process_group):
-            engine = self._engine = Engine(self.process_group, self._saved_layout)
-        return engine
+        return self._get_engine(self.process_group).ledger
 
 
 _SHAPING = ("matrix_approximation_rank", "min_compression_rate", "use_error_feedback", "warm_start")
@@ -255,28 +202,18 @@ _MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
-    """Average gradients layer by layer, each matrix as two thin factors, in two all-reduces (arXiv:1905.13727).
-
-    The first of the two also carries vectors and matrices that are not worth compressing.
-
-    >>> ddp_model.register_comm_hook(state, powerSGD_hook)  # doctest: +SKIP
-    """
+    """Average gradients layer by layer, each matrix as two thin factors, in two all-reduces (arXiv:1905.13727)."""
     return _average(state, bucket, batched=False)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
-    """Average each bucket as one square matrix: fewer operations, but a much larger error at the same rank.
-
-    The rows and columns of the square have no structure, so prefer `powerSGD_hook` unless rank 1 is enough.
-
-    >>> ddp_model.register_comm_hook(state, batched_powerSGD_hook)  # doctest: +SKIP
-    """
+    """Average each bucket as one square matrix: fewer operations, but a much larger error at the same rank."""
     return _average(state, bucket, batched=True)
 
 
 def _average(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[Tensor]:
-    engine = state._get_engine()
-    tensors = engine.names.gradients(bucket)
+    engine = state._get_engine(state.process_group)
+    tensors = state._names.gradients(bucket)
     if engine.first_backward:
         agree_at_first(state, engine, bucket, tensors, batched)
     plain = state.iter < state.start_powerSGD_iter
@@ -286,8 +223,7 @@ def _average(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[
             state._converted = None
     if not plain:
         count(state, bucket, tensors, batched)
-        parameters = bucket.parameters()
-        tensors = {n: as_laid_out(g, p) for (n, g), p in zip(tensors.items(), parameters, strict=True)}
+        tensors = {n: as_laid_out(g, p) for (n, g), p in zip(tensors.items(), bucket.parameters(), strict=True)}
 
     def begin(some: Mapping[str, Tensor]) -> Exchange:
         return Exact().average(some, {}, reuse=True) if plain else compressed(state, some, batched)

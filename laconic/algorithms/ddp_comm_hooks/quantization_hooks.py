@@ -1,8 +1,4 @@
-"""Hooks that send 8 bits per element. The twin of torch's module.
-
-One message holds scales and elements, so each bucket needs one collective where torch's hooks use two, and no callback
-waits for a collective.
-"""
+"""Hooks that send 8 bits per element, in one collective for each bucket. The twin of torch's module."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,18 +12,12 @@ __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
 
 
 def quantization_pertensor_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-    """Average each bucket in 8 bits per element, with one scale for the bucket.
-
-    >>> ddp_model.register_comm_hook(process_group, quantization_pertensor_hook)  # doctest: +SKIP
-    """
+    """Average each bucket in 8 bits per element, with one scale for the bucket."""
     return average_once(Quantized(block=None), process_group, bucket)
 
 
 def quantization_perchannel_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket, bucket_size: int = 512
 ) -> Future[Tensor]:
-    """Average each bucket in 8 bits per element, with one scale for every `bucket_size` elements.
-
-    >>> ddp_model.register_comm_hook(process_group, quantization_perchannel_hook)  # doctest: +SKIP
-    """
+    """Average each bucket in 8 bits per element, with one scale for every `bucket_size` elements."""
     return average_once(Quantized(block=bucket_size), process_group, bucket)

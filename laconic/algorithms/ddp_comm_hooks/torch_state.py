@@ -178,7 +178,7 @@ class Conversion:
             self._buckets = []
             return False
         low_rank = LowRank(state.matrix_approximation_rank, state.min_compression_rate)
-        pieces = [
+        pieces: list[tuple[str, Any, dict[str, Tensor], dict[str, tuple[int, ...]]]] = [
             (slot, saved.get(index), bucket, _sizes(slot, bucket, low_rank))
             for slot, saved in self._saved.items()
             for index, bucket in enumerate(self._buckets if any(self._saved.values()) else ())

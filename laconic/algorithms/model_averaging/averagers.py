@@ -1,7 +1,6 @@
 """Model averagers. The twin of torch's module.
 
-Differences from torch: averagers have a `state_dict` and can be copied and pickled. A warm-up that differs from that of
-a post-local SGD hook raises an error; with torch the replicas diverge.
+Differences from torch: averagers can be saved, copied and pickled. A warm-up other than the hook's raises an error.
 """
 
 import warnings
@@ -23,11 +22,7 @@ _GROUPS = ("process_group", "period_process_group_dict", "_other_states")
 
 
 class ModelAverager(ABC):
-    """Base class: averages the weights of the workers of a group at some of the steps.
-
-    Args:
-        process_group: The workers; None for all.
-    """
+    """Base class: averages the weights of the workers of `process_group`, None for all, at some of the steps."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = group_or_world(process_group)
@@ -60,9 +55,7 @@ class ModelAverager(ABC):
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelAverager":
         """Copy settings and counters. The copy shares the process groups."""
         copy = type(self).__new__(type(self))
-        vars(copy).update(
-            {name: value.copy() if isinstance(value, dict) else value for name, value in vars(self).items()}
-        )
+        vars(copy).update({k: v.copy() if isinstance(v, dict) else v for k, v in vars(self).items()})
         return copy
 
     def _average(self, params: Params, group: dist.ProcessGroup, warmup_steps: int) -> None:
@@ -70,17 +63,14 @@ class ModelAverager(ABC):
         for state in active_states:
             if state not in self._other_states and state.start_localSGD_iter != warmup_steps:
                 raise ValueError(
-                    f"the averager has warmup_steps={warmup_steps} and the post-local SGD hook has "
-                    f"start_localSGD_iter={state.start_localSGD_iter}. In between, gradients and weights would both be "
-                    "averaged, or neither, and the replicas diverge. Pass the same number to both."
+                    f"the averager has warmup_steps={warmup_steps} and the post-local SGD hook has start_localSGD_iter="
+                    f"{state.start_localSGD_iter}: in between, the replicas diverge. Pass the same number to both."
                 )
         utils.average_parameters_or_parameter_groups(params, group)
 
 
 class PeriodicModelAverager(ModelAverager):
-    """Averages the weights every `period` steps after a warm-up.
-
-    It averages at step `warmup_steps`, counted from 0, and every `period` steps from then on.
+    """Averages the weights at step `warmup_steps`, counted from 0, and every `period` steps from then on.
 
     Args:
         period: Steps between two averagings.
@@ -88,11 +78,7 @@ class PeriodicModelAverager(ModelAverager):
         process_group: The workers; None for all.
 
     >>> averager = PeriodicModelAverager(period=4, warmup_steps=100)  # doctest: +SKIP
-    >>> for step in range(200):  # doctest: +SKIP
-    ...     optimizer.zero_grad()
-    ...     loss_fn(model(inputs), labels).backward()
-    ...     optimizer.step()
-    ...     averager.average_parameters(model.parameters())
+    >>> averager.average_parameters(model.parameters())  # after each optimizer.step()  # doctest: +SKIP
     """
 
     def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:

@@ -1,7 +1,6 @@
 """Hierarchical model averaging: small groups average often, large groups rarely. The twin of torch's module.
 
-Differences from torch: an invalid hierarchy raises an error that names the numbers. Only the members of a group create
-it, so two averagers in one world do not wait for each other.
+Differences from torch: an invalid hierarchy raises an error that names the numbers. Only its members create a group.
 """
 
 import logging
@@ -29,8 +28,7 @@ class HierarchicalModelAverager(ModelAverager):
     `step % period == 0`, whatever the warm-up, while `PeriodicModelAverager` counts from the end of the warm-up.
 
     Args:
-        period_group_size_dict: Group sizes by period, both increasing. Each size divides the next, and the last is
-            the size of the process group.
+        period_group_size_dict: Group sizes by period, both increasing. The last is the size of the process group.
         warmup_steps: Steps before the first averaging. With a post-local SGD hook, its `start_localSGD_iter`.
         process_group: The workers; None for all.
 
@@ -79,9 +77,8 @@ class HierarchicalModelAverager(ModelAverager):
         for period, size in self._sizes.items():
             logger.info("Groups of %s workers average their weights every %s steps.", size, period)
             is_whole = size == self.process_group.size()
-            self.period_process_group_dict[period] = (
-                self.process_group if is_whole else subgroup_of(self.process_group, size)
-            )
+            group = self.process_group if is_whole else subgroup_of(self.process_group, size)
+            self.period_process_group_dict[period] = group
 
     def _find_process_group(self) -> dist.ProcessGroup | None:
         periods = [period for period in self._periods if self.step % period == 0]
@@ -97,6 +94,8 @@ def _check(levels: Mapping[int, int], workers: int) -> None:
             f"The last value in arg ``period_group_size_dict`` {sizes[-1]} "
             f"must be equal to the size of arg ``process_group`` {workers}."
         )
+    if min(sizes) < 1:
+        raise ValueError(f"period_group_size_dict has groups of {min(sizes)} workers. Use sizes of at least 1.")
     for (period, size), (next_period, next_size) in pairwise(levels.items()):
         if next_period <= period:
             raise ValueError(
@@ -108,5 +107,3 @@ def _check(levels: Mapping[int, int], workers: int) -> None:
                 f"period_group_size_dict has groups of {next_size} after groups of {size}: each size must be "
                 f"a multiple of the previous one. Use a multiple of {size}."
             )
-    if min(sizes) < 1:
-        raise ValueError(f"period_group_size_dict has groups of {min(sizes)} workers. Use sizes of at least 1.")

@@ -1,8 +1,7 @@
 """Averaging of parameters and parameter groups. The twin of torch's module.
 
-Differences from torch: parameters are averaged in place, in buckets, and keep storage, strides and dtype. The model
-alone decides which parameters are averaged, not the gradients of this worker. Equal replicas stay bit-equal. If the
-workers pass different parameters, all of them raise an error before anything is averaged.
+Differences from torch: parameters are averaged in place and keep storage, strides and dtype. Those without a gradient
+are averaged too. Equal replicas stay bit-equal. Workers that pass different parameters raise an error.
 """
 
 import weakref
@@ -30,11 +29,7 @@ def average_parameters(params: Iterator[torch.nn.Parameter], process_group: dist
 
 
 def get_params_to_average(params: Params) -> list[torch.nn.Parameter]:
-    """Return the parameters to average: those that are trained and have a floating-point dtype.
-
-    torch leaves out parameters without a gradient on this worker: after `zero_grad()` none is left, and workers whose
-    gradients differ average different parameters with each other.
-    """
+    """Return the parameters to average: those that are trained and have a floating-point dtype."""
     return [p for _, p in _trained_parameters(params)]
 
 
@@ -44,12 +39,11 @@ def average_parameters_or_parameter_groups(params: Params, process_group: dist.P
 
 
 def _average(named: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    if dist.get_rank(group) < 0:
-        return
-    group = group_or_world(group)
-    if group not in _averagers:
-        _averagers[group] = _GroupAverager(group)
-    _averagers[group].average(named)
+    if dist.get_rank(group) >= 0:
+        group = group_or_world(group)
+        if group not in _averagers:
+            _averagers[group] = _GroupAverager(group)
+        _averagers[group].average(named)
 
 
 def _trained_parameters(params: Params) -> list[tuple[str, torch.nn.Parameter]]:

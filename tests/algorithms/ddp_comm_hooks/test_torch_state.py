@@ -80,7 +80,7 @@ def test_a_state_inside_a_checkpoint_is_found(form: str, tmp_path: Path):
     """The checkpoint of torch's documentation: weights, the hook by reference, and its state."""
     original = state()
     model = torch.nn.Linear(3, 2)
-    checkpoint = {"state_dict": model.state_dict(), "parameter": model.bias, "shapes": [(1, 2), None, 1e300, 2**70]}
+    checkpoint: dict[str, Any] = {"state_dict": model.state_dict(), "parameter": model.bias, "shapes": [(1, 2), 2**70]}
     checkpoint |= {"comm_hook": powerSGD_hook, "comm_hook_state": original, "again": original}
     (tmp_path / "checkpoint.pt").write_bytes(saved(checkpoint, form))
     with torch.serialization.safe_globals([PowerSGDState]):  # what the program has registered is kept and not used
@@ -94,7 +94,13 @@ def test_a_state_of_a_torch_without_batching_is_read():
     assert read_power_sgd_state(with_fields(fields)).batch_tensors_with_same_shape is False
 
 
-INVALID = [("iter", -1), ("iter", True), ("iter", 2**200), ("min_compression_rate", float("nan")), ("warm_start", 1)]
+INVALID: list[tuple[str, Any]] = [
+    ("iter", -1),
+    ("iter", True),
+    ("iter", 2**200),
+    ("min_compression_rate", float("nan")),
+    ("warm_start", 1),
+]
 INVALID += [("error_dict", [torch.ones(1)]), ("error_dict", {0: "no tensor"}), ("rng", None), ("a_new_field", 1)]
 
 
