@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from laconic.codecs.packing import cut, in_buckets, overlapping, pack, same_memory, side_by_side, unpack
+from laconic.comm.collectives import sums_exactly
 from laconic.comm.queue import CollectiveQueue
 from laconic.comm.requests import Averaged, Exchange, Mean, all_finite
 
 LARGE_BYTES = 1 << 20
 """Tensors of this size are averaged in their own memory. Smaller ones are packed: a copy costs less than latency."""
 
-PIECE_BYTES = 6 << 20
-"""What one collective averages: a piece of a large tensor, or small ones packed. Up to three are in flight, each with
-two copies at most: together no more than two of DDP's buckets."""
+EXACT_PIECE_BYTES, WIDE_PIECE_BYTES = 16 << 20, 6 << 20
+"""What one collective averages: a piece of a large tensor, or small ones packed. Up to three are in flight. A plain sum
+needs one copy of a packed piece, a wide mean two of any piece: together no more than two of DDP's buckets."""
 
 
 def average_in_place(
@@ -24,7 +25,7 @@ def average_in_place(
     tensors: Mapping[str, Tensor],
     phase: str = "weights",
     large_bytes: int = LARGE_BYTES,
-    piece_bytes: int = PIECE_BYTES,
+    piece_bytes: int | None = None,
 ) -> None:
     """Replace each tensor by its mean over the workers, and wait for it.
 
@@ -34,11 +35,11 @@ def average_in_place(
     """
     if queue.workers > 1:
         detached = {name: t.detach() for name, t in tensors.items()}
-        queue.run_all(in_pieces(detached, large_bytes, piece_bytes), phase)
+        queue.run_all(in_pieces(detached, queue.workers, large_bytes, piece_bytes), phase)
 
 
 def in_pieces(
-    tensors: Mapping[str, Tensor], large_bytes: int = LARGE_BYTES, piece_bytes: int = PIECE_BYTES
+    tensors: Mapping[str, Tensor], workers: int, large_bytes: int = LARGE_BYTES, piece_bytes: int | None = None
 ) -> Iterator[Exchange]:
     """Divide tensors into exchanges of one collective each, by their shapes and dtypes alone, which all workers share.
 
@@ -46,13 +47,16 @@ def in_pieces(
     another tensor, is averaged in a copy and written back.
     """
     tied = overlapping(tensors)
-    for name, t in tensors.items():
-        if t.nbytes >= large_bytes:
-            for piece in cut(t, piece_bytes):
-                yield _averaged({name: piece}, in_place=name not in tied)
-    small = {name: t for name, t in tensors.items() if 0 < t.nbytes < large_bytes}
-    for names in in_buckets(small, piece_bytes):
-        yield _averaged({name: small[name] for name in names}, in_place=False)
+    for dtype in dict.fromkeys(t.dtype for t in tensors.values()):
+        cap_bytes = piece_bytes or (EXACT_PIECE_BYTES if sums_exactly(dtype, workers) else WIDE_PIECE_BYTES)
+        of_dtype = {name: t for name, t in tensors.items() if t.dtype == dtype}
+        for name, t in of_dtype.items():
+            if t.nbytes >= large_bytes:
+                for piece in cut(t, cap_bytes):
+                    yield _averaged({name: piece}, in_place=name not in tied)
+        small = {name: t for name, t in of_dtype.items() if 0 < t.nbytes < large_bytes}
+        for names in in_buckets(small, cap_bytes):
+            yield _averaged({name: small[name] for name in names}, in_place=False)
 
 
 def _averaged(tensors: dict[str, Tensor], in_place: bool) -> Exchange:

@@ -183,7 +183,7 @@ def test_pieces_depend_on_shapes_alone():
     sizes = []
     for tensors in (here, there):
         ledger = Ledger()
-        for exchange in in_pieces(tensors, **LIMITS):
+        for exchange in in_pieces(tensors, 2, **LIMITS):
             dry(exchange, ledger, workers=2)
         sizes.append([entry.payload_bytes for entry in ledger.entries])
     assert sizes[0] == sizes[1]
@@ -192,7 +192,7 @@ def test_pieces_depend_on_shapes_alone():
 
 def test_pieces_run_in_lockstep_too():
     workers = [{n: t for n, t in _tensors(seed).items() if not t.is_complex()} for seed in range(3)]
-    for exchanges in zip(*(in_pieces(tensors, **LIMITS) for tensors in workers), strict=True):
+    for exchanges in zip(*(in_pieces(tensors, 3, **LIMITS) for tensors in workers), strict=True):
         lockstep(exchanges)
     for name, t in workers[0].items():
         assert torch.equal(t, workers[2][name]), name
