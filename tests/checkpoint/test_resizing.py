@@ -152,6 +152,7 @@ def learn(worker: int, folder: str, workers_before: int) -> tuple[list[float], R
     return losses, before, residuals()
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_4_to_3_to_5_workers_and_no_residual_is_lost(tmp_path):
     before, last, saved = 0, float("inf"), list[Residuals]()
     for workers in (4, 3, 5):

@@ -97,7 +97,7 @@ def test_survivors_are_told_who_is_missing(text, how, wrapped):
             assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.parametrize("workers", [3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["dies in it", pytest.param("dies", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "text", ["post_local_sgd(period=4)", "diloco(period=4)", "diloco(period=4, codec=Cast('bf16'))"]

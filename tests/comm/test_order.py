@@ -60,6 +60,7 @@ def _stress(worker: int, runs: int, steps: int) -> list[Tensor]:
     return results
 
 
+@pytest.mark.slow
 def test_many_buckets_with_random_delays_stay_in_order():
     _check(run_workers(_stress, 4, (2, 60), timeout_s=150))
 

@@ -82,6 +82,7 @@ def test_faults_are_not_for_workers_that_run_already(here, monkeypatch):
     assert "LACONIC_OBSERVERS=laconic.doctor.injection:from_env" in ended.err
 
 
+@pytest.mark.slow
 def test_a_killed_worker_and_the_error_of_the_other(here, tmp_path):
     script, path = tmp_path / "train.py", tmp_path / "out.json"
     script.write_text(TRAINING)

@@ -87,6 +87,7 @@ def assert_passes(least: int, *arguments: str) -> None:
     assert counts is not None and int(counts[1]) >= least, run.stdout
 
 
+@pytest.mark.slow
 def test_the_twin_passes_a_quick_subset_of_torchs_own_tests():
     assert_passes(6, "-k", "powerSGD", "-k", "periodic_model_averager", "-k", "step_reload")
 
