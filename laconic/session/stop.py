@@ -55,7 +55,8 @@ class Stop:
     def exchanged(self, step: int, slowest_ms: int) -> None:
         """Set the step of the next exchange, from the duration of the slowest worker, the same on all."""
         self._last = (step, time.monotonic())
-        self._due = step + max(1, min(MOST_STEPS, int(1000 * self.every_s) // slowest_ms if slowest_ms else 1))
+        steps = 1000 * self.every_s / slowest_ms if slowest_ms else 1
+        self._due = step + max(1, int(min(MOST_STEPS, steps)))
 
     def restart(self) -> None:
         """Exchange headers at the next step, whichever that is."""
