@@ -20,8 +20,8 @@ from laconic.checks.outliers import names
 from laconic.cli import options
 from laconic.cli.results import check_writable
 from laconic.cli.running import workers_here
-from laconic.compare.files import versions
 from laconic.compare.settings import LabError, check_positive, check_workers, found_place, usable_cores
+from laconic.compare.versions import versions
 from laconic.doctor.diagnosis import check_as_worker, check_here
 from laconic.doctor.finding import Finding, has_problem
 from laconic.doctor.injection import FACTORY, faults

@@ -10,10 +10,10 @@ from statistics import fmean
 from typing import Any
 
 import laconic
-from laconic.compare.files import versions
 from laconic.compare.progress import Ending, Progress, Tail, progress_file
 from laconic.compare.reporter import ABOUT, SMOOTHED, seconds_file
 from laconic.compare.settings import LabError, Run
+from laconic.compare.versions import versions
 
 MOST_POINTS = 400
 

@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from laconic.atomic_write import write_atomically
-from laconic.compare.files import versions
 from laconic.compare.records import Outcome, as_json
 from laconic.compare.report.sentence import headline
 from laconic.compare.settings import LabError, usable_cores
 from laconic.compare.units import human_bytes, times_fewer
+from laconic.compare.versions import versions
 
 TEMPLATE = Path(__file__).with_name("page.html")
 DARK_PLANS = ("#b6bec8", "#5cb3ec", "#ff9657", "#3fcf9f", "#e59ccb", "#e3c34d")
