@@ -19,17 +19,23 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 
-def wire_bytes(op: str, payload: int, workers: int) -> int:
+def wire_bytes(op: str, payload: int, workers: int, distance: int = 0) -> int:
     """Return the bytes that one worker sends.
 
     A ring all_reduce sends 2(p−1)/p of the payload: each byte twice, except the worker's own share.
     An all_gather sends p−1 payloads: each worker forwards the part of every other.
+    A broadcast sends p−1 payloads in all, along gloo's binomial tree: the worker at `distance` d from its source sends
+    one to each d + 2^i with 2^i > d. The source sends log₂ p payloads, and half of the workers none.
 
     >>> wire_bytes("all_reduce", 1000, workers=4), wire_bytes("all_gather", 1000, workers=4)
     (1500, 3000)
+    >>> [wire_bytes("broadcast", 1000, workers=4, distance=d) for d in range(4)]
+    [2000, 1000, 0, 0]
     """
     if op == "all_reduce":
         return 2 * (workers - 1) * payload // workers
+    if op == "broadcast":
+        return payload * sum(distance < 1 << i < workers - distance for i in range(workers.bit_length()))
     return (workers - 1) * payload
 
 
@@ -102,9 +108,10 @@ class Ledger:
         round_: int = 1,
         seconds: float = 0.0,
         step: int | None = None,
+        distance: int = 0,
     ) -> None:
         """Record one collective of `payload_bytes` among `workers` workers; `step` is the current one by default."""
-        sent = wire_bytes(op, payload_bytes, workers)
+        sent = wire_bytes(op, payload_bytes, workers, distance)
         step = self.step if step is None else step
         entry = Entry(step, round_, op, level, phase, payload_bytes, sent, seconds, workers)
         with self._lock:

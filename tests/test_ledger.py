@@ -24,10 +24,19 @@ from laconic.ledger import Ledger, Totals, wire_bytes
         ("all_gather", 1000, 1, 0),
         ("all_gather", 1000, 2, 1000),
         ("all_gather", 1000, 8, 7000),
+        ("broadcast", 1000, 1, 0),
+        ("broadcast", 1000, 2, 1000),
+        ("broadcast", 1000, 5, 3000),
+        ("broadcast", 1000, 8, 3000),
     ],
 )
 def test_wire_bytes(op: str, payload: int, workers: int, sent: int) -> None:
     assert wire_bytes(op, payload, workers) == sent
+
+
+@given(st.integers(1, 100))
+def test_a_broadcast_reaches_every_other_worker_once(workers: int) -> None:
+    assert sum(wire_bytes("broadcast", 1, workers, distance) for distance in range(workers)) == workers - 1
 
 
 def filled() -> Ledger:

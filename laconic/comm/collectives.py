@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.comm.requests import Gather, Mean, Request
+from laconic.comm.requests import First, Gather, Request
 
 Group = dist.ProcessGroup
 
@@ -26,11 +26,16 @@ def launch(request: Request, group: Group | None) -> Generator[Any, None, Tensor
     """Launch the collectives that serve `request`, yield the handle of each, and return the result."""
     workers = 1 if group is None else group.size()
     if workers == 1:
-        return request.x if isinstance(request, Mean) else request.x[None]
+        return request.x[None] if isinstance(request, Gather) else request.x
     if isinstance(request, Gather):
         out = request.x.new_empty((workers, *request.x.shape))
         yield dist.all_gather(list(out.unbind()), request.x.contiguous(), group=group, async_op=True)
         return out
+    if isinstance(request, First):
+        sent = request.x.contiguous()
+        assert group is not None
+        yield dist.broadcast(sent, dist.get_global_rank(group, request.worker), group=group, async_op=True)
+        return sent
     if request.wide and not sums_exactly(request.x.dtype, workers):
         return (yield from _wide_mean(request.x, workers, group))
     x = request.x.contiguous()

@@ -6,7 +6,7 @@ for bytes that could differ from the real ones.
 
 from __future__ import annotations
 
-from laconic.comm.requests import Averaged, Exchange, Mean, operation, payload_bytes
+from laconic.comm.requests import Averaged, Exchange, Gather, operation, payload_bytes
 from laconic.ledger import Ledger
 
 
@@ -16,10 +16,10 @@ def dry(exchange: Exchange, ledger: Ledger, workers: int, phase: str = "plan") -
         request = next(exchange)
         for round_ in range(1, 1_000_000):
             ledger.record(operation(request), payload_bytes(request), workers, phase=phase, round_=round_)
-            if isinstance(request, Mean):
-                request = exchange.send(request.x)
-            else:
+            if isinstance(request, Gather):
                 request = exchange.send(request.x.new_empty((workers, *request.x.shape)))
+            else:
+                request = exchange.send(request.x)
     except StopIteration as stop:
         result: Averaged = stop.value
         return result

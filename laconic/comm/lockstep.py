@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laconic.checks.errors import DesyncError
-from laconic.comm.requests import Averaged, Exchange, Mean, Request, describe, operation, payload_bytes
+from laconic.comm.requests import Averaged, Exchange, First, Mean, Request, describe, operation, payload_bytes
 from laconic.ledger import Ledger
 
 
@@ -48,8 +48,8 @@ def _advance(exchange: Exchange, answer: Tensor | None) -> Request | Averaged:
 
 
 def _serve(requests: list[Request]) -> list[Tensor]:
-    xs = torch.stack([request.x for request in requests])
-    answer = _mean(xs) if isinstance(requests[0], Mean) else xs
+    xs, first = torch.stack([request.x for request in requests]), requests[0]
+    answer = _mean(xs) if isinstance(first, Mean) else xs[first.worker] if isinstance(first, First) else xs
     return [answer.clone() for _ in requests]
 
 
@@ -76,5 +76,7 @@ def _check_same(requests: Sequence[Request | Averaged], round_: int) -> None:
 def _shown(request: Request | Averaged) -> str:
     if isinstance(request, Averaged):
         return "the end"
-    wide = ", summed wide" if isinstance(request, Mean) and request.wide else ""
-    return f"{describe(request)} in {request.x.dtype}{wide}"
+    how = ", summed wide" if isinstance(request, Mean) and request.wide else ""
+    if isinstance(request, First):
+        how = f" from worker {request.worker}"
+    return f"{describe(request)} in {request.x.dtype}{how}"

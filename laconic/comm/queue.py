@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from laconic.comm.collectives import Group, launch
-from laconic.comm.requests import Averaged, Exchange, gather, operation, payload_bytes
+from laconic.comm.requests import Averaged, Exchange, First, gather, operation, payload_bytes
 from laconic.comm.running import Batch, Running, new_future, resolved
 from laconic.comm.timeout import CollectiveTimeout
 from laconic.ledger import Ledger
@@ -238,16 +238,18 @@ class CollectiveQueue:
             self.timeout.wait(running.work, what)
 
     def _record(self, running: Running) -> None:
-        assert running.request is not None
+        request = running.request
+        assert request is not None and self.group is not None
         self.ledger.record(
-            operation(running.request),
-            payload_bytes(running.request),
+            operation(request),
+            payload_bytes(request),
             self.workers,
             phase=running.phase,
             level=self.level,
             round_=running.round,
             step=running.step,
             seconds=time.perf_counter() - running.launched_s,
+            distance=(self.group.rank() - request.worker) % self.workers if isinstance(request, First) else 0,
         )
 
 

@@ -39,7 +39,17 @@ class Gather:
     x: Tensor
 
 
-Request: TypeAlias = Mean | Gather
+@dataclass(frozen=True, eq=False)
+class First:
+    """One worker's `x`, on all workers: that of the first, or of `worker`. The result may reuse the memory of `x`."""
+
+    x: Tensor
+    worker: int = 0
+
+
+Request: TypeAlias = Mean | Gather | First
+
+_OPERATIONS: dict[type[Request], str] = {Mean: "all_reduce", Gather: "all_gather", First: "broadcast"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +91,7 @@ def describe(request: Request) -> str:
 
 def operation(request: Request) -> str:
     """Return the collective that serves `request`, as the ledger names it."""
-    return "all_gather" if isinstance(request, Gather) else "all_reduce"
+    return _OPERATIONS[type(request)]
 
 
 def payload_bytes(request: Request) -> int:

@@ -8,23 +8,29 @@ import pytest
 import torch
 
 from laconic.codecs import Exact
-from laconic.comm import Averaged, Exchange, Gather, Mean, dry
+from laconic.comm import Averaged, Exchange, First, Gather, Mean, dry
 from laconic.ledger import Ledger
 
 
-def both() -> Exchange:
+def each() -> Exchange:
     mean = yield Mean(torch.empty(5, device="meta"))
     gathered = yield Gather(torch.empty(2, 3, device="meta"))
-    return Averaged({"mean": mean, "gathered": gathered}, dict, lambda: torch.tensor(True))
+    first = yield First(torch.empty(7, device="meta"))
+    return Averaged({"mean": mean, "gathered": gathered, "first": first}, dict, lambda: torch.tensor(True))
 
 
 def test_every_request_is_counted_and_answered_in_shape() -> None:
     ledger = Ledger()
-    end = dry(both(), ledger, workers=4)
+    end = dry(each(), ledger, workers=4)
     assert end.mean["mean"].shape == (5,)
     assert end.mean["gathered"].shape == (4, 2, 3)
+    assert end.mean["first"].shape == (7,)
     got = [(e.round, e.op, e.payload_bytes, e.wire_bytes, e.phase) for e in ledger.entries]
-    assert got == [(1, "all_reduce", 20, 30, "plan"), (2, "all_gather", 24, 72, "plan")]
+    assert got == [
+        (1, "all_reduce", 20, 30, "plan"),
+        (2, "all_gather", 24, 72, "plan"),
+        (3, "broadcast", 28, 56, "plan"),
+    ]
 
 
 def test_real_tensors_do_too() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic import DesyncError
-from laconic.comm import Averaged, Exchange, Gather, Mean, Request, lockstep
+from laconic.comm import Averaged, Exchange, First, Gather, Mean, Request, lockstep
 from laconic.ledger import Ledger
 
 
@@ -33,11 +33,17 @@ def test_mean_and_gather() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("request_type", [Mean, Gather])
-def test_answers_keep_shape_and_dtype(dtype: torch.dtype, request_type: type[Mean] | type[Gather]) -> None:
+@pytest.mark.parametrize("request_type", [Mean, Gather, First])
+def test_answers_keep_shape_and_dtype(dtype: torch.dtype, request_type: type[Mean | Gather | First]) -> None:
     ((answer,), _) = answers([asking(request_type(torch.ones(2, 3, dtype=dtype))) for _ in range(2)])
     assert answer.dtype == dtype
-    assert answer.shape == ((2, 3) if request_type is Mean else (2, 2, 3))
+    assert answer.shape == ((2, 2, 3) if request_type is Gather else (2, 3))
+
+
+@pytest.mark.parametrize("worker", [0, 2])
+def test_one_workers_tensor(worker: int) -> None:
+    for (got,) in answers([asking(First(torch.tensor([10 * each]), worker)) for each in range(3)]):
+        assert got.tolist() == [10 * worker]
 
 
 def test_fp16_does_not_overflow_in_the_sum() -> None:
@@ -46,7 +52,7 @@ def test_fp16_does_not_overflow_in_the_sum() -> None:
 
 
 def test_workers_share_no_memory() -> None:
-    for request_type in (Mean, Gather):
+    for request_type in (Mean, Gather, First):
         first, second = (a for (a,) in answers([asking(request_type(torch.ones(3))) for _ in range(2)]))
         first.zero_()
         assert torch.equal(second, torch.ones_like(second))
@@ -84,8 +90,13 @@ def test_an_exchange_may_ask_for_nothing() -> None:
             [asking(Mean(torch.ones(2)), Mean(torch.ones(2))), asking(Mean(torch.ones(2)))],
             "worker 1 asked for the end while 1 other asked for Mean[2] in torch.float32, in round 2.",
         ),
+        (
+            [asking(First(torch.ones(2))), asking(First(torch.ones(2))), asking(First(torch.ones(2), worker=1))],
+            "worker 2 asked for First[2] in torch.float32 from worker 1 while 2 others asked for First[2] in "
+            "torch.float32 from worker 0, in round 1.",
+        ),
     ],
-    ids=["operation", "shape", "dtype", "rounds"],
+    ids=["operation", "shape", "dtype", "rounds", "source"],
 )
 def test_workers_that_part_are_named(exchanges: list[Exchange], said: str) -> None:
     with pytest.raises(DesyncError) as error:
