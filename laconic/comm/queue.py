@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from laconic.comm.collectives import Group, launch
 from laconic.comm.requests import Averaged, Exchange, First, gather, operation, payload_bytes
-from laconic.comm.running import Batch, Running, Stop, end_thread, leave_thread, new_future, resolved, wait_for
+from laconic.comm.running import Batch, EndThread, Running, end_thread, leave_thread, new_future, resolved, wait_for
 from laconic.comm.timeout import CollectiveTimeout
 from laconic.ledger import Ledger
 from laconic.torch_private.distributed import destroy_group, ordered_by_stream, second_group
@@ -43,7 +43,7 @@ class _Flush:
     """Queued after the last exchange of a batch: run all of them to their end."""
 
 
-_Items: TypeAlias = "queue.SimpleQueue[Running | _Flush | Stop]"
+_Items: TypeAlias = "queue.SimpleQueue[Running | _Flush | EndThread]"
 
 
 class CollectiveQueue:
@@ -288,7 +288,7 @@ def _serve(collectives: weakref.ref[CollectiveQueue], items: _Items) -> None:
                     return
                 continue
             serving = collectives()
-            if isinstance(item, Stop) or serving is None:
+            if isinstance(item, EndThread) or serving is None:
                 return
             serving._serve_item(item)
             del serving, item

@@ -82,13 +82,13 @@ def wait_for(future: Future[Tensor]) -> None:
 
 
 @dataclass(frozen=True)
-class Stop:
+class EndThread:
     """Ends the thread of a queue."""
 
 
 def end_thread(items: queue.SimpleQueue[Any], thread: threading.Thread, timeout_s: float = 10) -> bool:
     """End the thread of a queue after what is queued; return whether it has ended."""
-    items.put(Stop())
+    items.put(EndThread())
     if thread is not threading.current_thread():
         thread.join(timeout_s)
     return not thread.is_alive()

@@ -80,6 +80,9 @@ class ModulePath:
             p.grad = None
         return headers
 
+    def after_optimizer(self) -> None:
+        """Do nothing: buffers stay as they are."""
+
     def layout(self) -> dict[str, list[list[str]]]:
         """Return nothing: the buckets follow from the model."""
         return {}
