@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -206,6 +207,17 @@ class Session:
     def abandon(self) -> None:
         """Leave the group, with the collectives that are in flight. `regroup` goes on in another."""
         self._steps.levels.abandon()
+
+    def away(self, limit_s: float = 3600.0) -> AbstractContextManager[None]:
+        """Do something on this worker alone that may take longer than `timeout_s`, such as evaluating the model.
+
+            with session.away(limit_s=600):
+                evaluate(model)
+
+        The other workers wait for this one until it is back, or `limit_s` have passed; one that dies meanwhile is still
+        found. It works through the store of gloo groups. NCCL groups have the timeout of `init_process_group` alone.
+        """
+        return self._steps.levels.away(limit_s)
 
     def cancel_wait(self) -> None:
         """End the wait for a collective that is in progress, with a `LostWorkerError`. Safe in any thread."""
