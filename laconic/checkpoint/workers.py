@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from laconic.torch_private.distributed import ordered_by_stream
 from laconic.values import is_whole
 
 Barrier: TypeAlias = Callable[[], object] | dist.ProcessGroup | None
@@ -44,6 +45,7 @@ def lowest_and_highest(value: int) -> tuple[int, int]:
     """Compare a value with those of the other workers."""
     if not _is_distributed():
         return value, value
-    ends = torch.tensor([value, -value], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    assert dist.group.WORLD is not None
+    ends = torch.tensor([value, -value], device="cuda" if ordered_by_stream(dist.group.WORLD) else "cpu")
     dist.all_reduce(ends, dist.ReduceOp.MIN)
     return int(ends[0]), -int(ends[1])

@@ -16,7 +16,7 @@ def ordered_by_stream(group: ProcessGroup, device: torch.device | None = None) -
     """Return whether the backend that serves tensors on `device` orders collectives by CUDA stream, as NCCL does.
 
     The name of a group's backend does not tell: a group may have one backend for the CPU and another for CUDA. Without
-    a device, it is the CPU if the group has a backend for it.
+    a device, it is CUDA if this process uses it, and the group has a backend for it.
     """
     return backend_name(group, device or _default_device(group)) == "nccl"
 
@@ -69,6 +69,8 @@ def default_store() -> Store:
 
 def _default_device(group: ProcessGroup) -> torch.device:
     types = {device.type for device in group._device_types}
+    if "cuda" in types and torch.cuda.is_initialized():
+        return torch.device("cuda")
     return torch.device("cpu" if "cpu" in types or not types else sorted(types)[0])
 
 

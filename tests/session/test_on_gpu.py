@@ -6,12 +6,16 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
+from laconic.checkpoint.workers import lowest_and_highest
+from laconic.comm.queue import CollectiveQueue
 from laconic.session.weights import Anchors
+from laconic.torch_private.distributed import ordered_by_stream
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import listen, run_workers
 
@@ -94,3 +98,24 @@ def test_others_would_have_to_be_waited_for_on_a_gpu():
     for trace, policy, said in run_workers(_spoiled, 2, ("ddp()", "ddp", False), timeout_s=120):
         assert policy == "ignore" and not said
         assert trace[-1].isnan().any()
+
+
+def _default_backends(worker: int, store: str, backend: str | None, plan: str, kind: str) -> tuple[Tensor, bool]:
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    queue = CollectiveQueue(dist.group.WORLD, laconic.Ledger(), device=torch.device("cuda"))
+    got = _train(worker, plan, kind, "cuda", "device"), queue.group is dist.group.WORLD
+    assert ordered_by_stream(dist.group.WORLD, torch.device("cuda"))
+    assert not ordered_by_stream(dist.group.WORLD, torch.device("cpu"))
+    assert lowest_and_highest(7) == (7, 7)
+    dist.destroy_process_group()
+    return got
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo,cuda:nccl"])
+@pytest.mark.parametrize(("plan", "kind"), [("power_sgd(rank=2)", "ddp"), ("diloco(period=4)", "bare")])
+def test_groups_with_a_backend_for_each_device_train(tmp_path, backend, plan, kind):
+    arguments = (str(tmp_path / "store"), backend, plan, kind)
+    ((got, own_group),) = run_workers(_default_backends, 1, arguments, timeout_s=120, group=False)
+    assert own_group, "NCCL orders by stream: no second group is needed"
+    assert got.isfinite().all()

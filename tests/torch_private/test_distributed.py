@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import datetime
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
-from laconic.torch_private.distributed import backend_name, default_store, ordered_by_stream, second_group
+from laconic.algorithms.model_averaging.utils import average_parameters
+from laconic.checkpoint.workers import lowest_and_highest
+from laconic.comm.groups import subgroup_of
+from laconic.torch_private.distributed import (
+    backend_name,
+    default_store,
+    destroy_group,
+    new_group,
+    ordered_by_stream,
+    second_group,
+)
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import run_workers
 
@@ -36,18 +48,46 @@ def test_a_second_group_has_the_backends_and_the_timeout_of_the_first(tmp_path):
         assert (backend, by_stream, timeout, total) == ("gloo", False, 33.0, [1.0])
 
 
-def _train(worker: int, store: str) -> torch.Tensor:
-    dist.init_process_group(init_method=f"file://{store}", rank=worker, world_size=2)
-    model = mlp()
+def _train(worker: int, store: str, backend: str | None, plan: str, wrapped: bool) -> torch.Tensor:
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=worker, world_size=4)
+    module = mlp()
+    model: torch.nn.Module = DDP(module) if wrapped else module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.attach(laconic.power_sgd(rank=2), model, optimizer):
-        for step in range(3):
+    with laconic.attach(laconic.plan(plan), model, optimizer):
+        for step in range(4):
             x, y = batch(worker, step)
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return weights(model)
+    average_parameters(module.parameters(), subgroup_of(dist.group.WORLD, 2))  # type: ignore[arg-type]
+    assert lowest_and_highest(worker) == (0, 3)
+    dist.barrier()
+    return weights(module)
 
 
-def test_a_group_without_a_named_backend_trains(tmp_path):
-    assert_equal_bits(run_workers(_train, 2, (str(tmp_path / "store"),), group=False))
+@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
+@pytest.mark.parametrize(
+    ("plan", "wrapped"), [("power_sgd(rank=2)", True), ("hierarchical_sgd({2: 2, 4: 4})", False)], ids=str
+)
+def test_a_group_without_the_name_of_one_backend_trains(tmp_path, backend, plan, wrapped):
+    arguments = (str(tmp_path / "store"), backend, plan, wrapped)
+    assert_equal_bits(run_workers(_train, 4, arguments, group=False))
+
+
+def _remade(worker: int) -> list[str]:
+    """Make and destroy groups of the same workers, again and again."""
+    names: list[str] = []
+    for _ in range(5):
+        group = new_group([0, 1], "gloo")
+        x = torch.tensor([float(worker)])
+        dist.all_reduce(x, group=group)
+        dist.barrier()
+        names.append(group.group_name)
+        destroy_group(group)
+        destroy_group(group)
+    return names
+
+
+def test_groups_that_are_made_again_have_new_names():
+    first, second = run_workers(_remade, 2)
+    assert first == second and len(set(first)) == 5

@@ -80,7 +80,7 @@ class _GroupAverager:
 
     def average(self, named: Mapping[str, Tensor]) -> None:
         facts = parameter_facts(named.items())
-        changed = torch.tensor([float(facts != self._agreed)])
+        changed = torch.tensor([float(facts != self._agreed)], device=self.queue.device)
         # `agree` is collective, so all workers must know whether the parameters changed on any of them: 4 bytes.
         average_in_place(self.queue, {"changed": changed}, "control")
         if float(changed) > 0:
