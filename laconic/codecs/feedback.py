@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Literal
 
@@ -69,6 +70,42 @@ class ErrorFeedback:
 def feedback_state(state: State) -> tuple[dict[str, Tensor], State]:
     """Return the parts of the state of `ErrorFeedback`: the residuals by name, and the state of the codec inside."""
     return state.setdefault("residual", {}), state.setdefault("inner", {})
+
+
+def return_to_residual(state: State, delivered: Mapping[str, Tensor], ok: Tensor | None = None) -> None:
+    """Add means that were delivered and then dropped to this worker's residuals, in place.
+
+    All workers drop the same means, so nothing is lost: the next round sends them again. `state` is that of any codec,
+    with `ErrorFeedback` anywhere inside. Tensors without a residual are left out. If the 0-d bool `ok` is false, the
+    step was void and no residual has changed: then nothing is returned either.
+    """
+    for residual in _residuals(state):
+        for name in residual.keys() & delivered.keys():
+            old = residual[name]
+            new = old + delivered[name].to(old.dtype)
+            old.copy_(new if ok is None else torch.where(ok, new, old))
+
+
+def rescale_residuals(state: State, factor: float | Tensor) -> None:
+    """Multiply all residuals by `factor`, in place, as when the loss scale changes.
+
+    `state` is that of any codec. `factor` may be a 0-d tensor: nothing waits for its value.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for residual in _residuals(state):
+        for t in residual.values():
+            by_device.setdefault(t.device, []).append(t)
+    for device, tensors in by_device.items():
+        torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
+
+
+def _residuals(tree: State) -> Iterator[dict[str, Tensor]]:
+    """Find the residuals of every `ErrorFeedback` in a tree of codec state; keys with an underscore are caches."""
+    for key, value in tree.items():
+        if key == "residual" and isinstance(value, dict):
+            yield value
+        elif isinstance(value, dict) and not key.startswith("_"):
+            yield from _residuals(value)
 
 
 def _has_feedback(codec: object) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.codecs.feedback import rescale_residuals, return_to_residual
 from laconic.comm.lockstep import lockstep
 from laconic.comm.requests import Mean
 from laconic.ledger import Ledger
@@ -38,6 +39,43 @@ def test_residuals_are_fp32(dtype: torch.dtype) -> None:
     world = World(ByShape(ErrorFeedback(LowRank(rank=1))), 2)
     world.average(world.inputs("fp32", dtype))
     assert {r.dtype for r in residuals(world.states[0]).values()} == {torch.float32}
+
+
+NESTED = ByShape(ErrorFeedback(LowRank(rank=1)), rest=ErrorFeedback(Cast("bf16")))
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_mean_that_was_dropped_returns_to_the_residual(reuse: bool) -> None:
+    world = World(NESTED, 2, reuse)
+    inputs = world.inputs("dropped")
+    truth = {name: (inputs[0][name] + inputs[1][name]) / 2 for name in ("square.weight", "bias")}
+    means = [end.mean for end in world.average(inputs)]
+    dropped = {"bias": means[0]["bias"], "elsewhere": torch.ones(3)}
+    kept = residuals(world.states[0])["square.weight"].clone()
+    for state in world.states:
+        return_to_residual(state, dropped)
+        return_to_residual(state, dropped, ok=torch.tensor(False))
+    assert torch.equal(residuals(world.states[0])["square.weight"], kept)
+    found = [residuals(state)["bias"] for state in world.states]
+    torch.testing.assert_close((found[0] + found[1]) / 2, truth["bias"], atol=1e-2, rtol=0)  # means in bf16
+    for state, mean in zip(world.states, means, strict=True):
+        return_to_residual(state, {"square.weight": mean["square.weight"]}, ok=torch.tensor(True))
+    found = [residuals(state)["square.weight"] for state in world.states]
+    torch.testing.assert_close((found[0] + found[1]) / 2, truth["square.weight"])
+
+
+@pytest.mark.parametrize("factor", [2.0, torch.tensor(2.0)])
+def test_residuals_can_be_rescaled(factor: float | torch.Tensor) -> None:
+    world = World(NESTED, 1)
+    world.average(world.inputs("scaled"))
+    state = world.states[0]
+    before = {name: t.clone() for name, t in residuals(state).items()}
+    q = {name: t.clone() for name, t in state["codec"]["inner"]["q"].items()}
+    rescale_residuals(state, factor)
+    assert {"square.weight", "bias"} <= before.keys()
+    assert all(torch.equal(t, 2 * before[name]) for name, t in residuals(state).items())
+    assert all(torch.equal(t, q[name]) for name, t in state["codec"]["inner"]["q"].items())
+    rescale_residuals({}, factor)
 
 
 @pytest.mark.parametrize("subtract", ["sum", "", None, 1])
