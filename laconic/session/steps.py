@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from laconic.checks.divergence import DivergenceCheck
 from laconic.checks.headers import Headers
+from laconic.comm.groups import Levels
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Sync, SyncClock
@@ -52,6 +53,8 @@ class Steps:
         self._ledger = ledger
         self._first_group: dict[str, Any] = scaled[0].optimizer.param_groups[0]
         self._gradient: Sync | None = None
+        self.at_first_step: Callable[[Levels], None] | None = None
+        """What is checked when the first step begins."""
 
     @property
     def synced(self) -> bool:
@@ -60,7 +63,7 @@ class Steps:
         return self.clock.since == self.step or any(self.plan.is_outermost(sync) for sync in syncs)
 
     def prepare(self) -> None:
-        """Prepare the next step: whether gradients are averaged in it, and where deltas start from."""
+        """Prepare the next step: whether gradients are averaged in it."""
         number = self.step + 1
         self._ledger.step = number
         syncs = self.plan.syncs_at(number, self.clock)
@@ -68,8 +71,6 @@ class Steps:
         self._gradient = gradient
         self.headers.begin_step(self.plan, number, gradient is not None and gradient.level is None)
         self.path.begin_step(gradient, None if gradient is None else self.plan.codec_of(gradient, number))
-        if self.weights.anchor is None and self.plan.needs_anchor and number >= self.plan.schedule.start:
-            self.weights.set_anchor()
 
     def stop_on(self, signals: Sequence[signal.Signals], every_s: float) -> None:
         """Stop together on these signals, from the next step on."""
@@ -91,6 +92,11 @@ class Steps:
     def before(self, step_follows: bool = True) -> None:
         """Average and check gradients with the other workers, also where this worker then takes no step."""
         self.levels.raise_if_broken()
+        if self.at_first_step is not None:
+            self.at_first_step(self.levels)
+            self.at_first_step = None
+        if self.plan.needs_anchor and self.step + 1 >= self.plan.schedule.start:
+            self.weights.anchor.begin_step(first=self.clock.since == self.step)
         if self.clock.since == self.step:  # the first step after a synchronisation: its learning rate sets the period
             self.clock = SyncClock(self.step, float(self._first_group["lr"]))
         self._received(self.path.before_optimizer())
@@ -140,7 +146,7 @@ class Steps:
         """Average the weights of all workers, where local steps have made them different."""
         self.weights.settle(self.plan, step=sys.maxsize)
         if self.plan.local and self.step >= self.plan.schedule.start and self.clock.since != self.step:
-            self.weights.average_all()
+            self.weights.average_all(self.headers)
 
     def change(self, plan: Plan) -> None:
         """Go on with another plan. Residuals of the old codec are dropped."""
