@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from laconic.session.gradients import GradientAverager
 from laconic.session.observers import StepObserver
 from laconic.session.steps import Steps
 from laconic.session.weights import Commit
+from laconic.torch_private.optimizers import is_nested_step
 
 
 class Handle(Protocol):
@@ -235,20 +237,33 @@ class Session:
     def install(self, scaled: Sequence[ScaledSteps]) -> None:
         """Install the hooks: `attach` calls it once, after everything that may refuse."""
         self._steps.path.install()
-        self._handles = [
-            scaled[0].optimizer.register_step_pre_hook(self._before_step),
-            *(each.install() for each in scaled),
-            scaled[-1].optimizer.register_step_post_hook(self._after_step),
-        ]
+        for each in scaled:
+            self._handles += [
+                each.declare(),
+                each.optimizer.register_step_pre_hook(partial(self._before_step, each, each is scaled[0])),
+                each.optimizer.register_step_post_hook(partial(self._after_step, each, each is scaled[-1])),
+            ]
         self._steps.prepare()
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
-        self._steps.check_closure(closure)
-        self._before(step_follows=True)
+    def _before_step(
+        self, each: ScaledSteps, first: bool, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if is_nested_step(optimizer):
+            return
+        if first:
+            closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
+            self._steps.check_closure(closure)
+            self._before(step_follows=True)
+        each.begin_step()
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._after()
+    def _after_step(
+        self, each: ScaledSteps, last: bool, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if is_nested_step(optimizer):
+            return
+        each.end_step()
+        if last:
+            self._after()
 
     def _before(self, step_follows: bool) -> None:
         for observer in self._observers:
