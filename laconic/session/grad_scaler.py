@@ -8,6 +8,7 @@ the optimizer, and skips the update by removing the gradients for that step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -121,5 +122,10 @@ class ScaledSteps:
         if self._flag is not None:
             self.optimizer.found_inf = self._flag = None  # type: ignore[attr-defined]
 
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the parameters that the optimizer holds now."""
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
     def _with_gradient(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return [p for p in self.parameters() if p.grad is not None]

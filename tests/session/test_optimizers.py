@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -75,3 +76,154 @@ def test_a_step_that_calls_super_counts_once(text):
     assert [steps for steps, _, _ in results] == [8, 8]
     assert_equal_bits([got for _, got, _ in results])
     torch.testing.assert_close(results[0][1], results[0][2], rtol=1e-5, atol=1e-6)
+
+
+class _Game(nn.Module):
+    """Two networks, each with an optimizer of its own: a GAN in small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.critic, self.maker = nn.Linear(4, 1), nn.Linear(3, 4)
+        self.idle = nn.Linear(2, 2)  # held by no optimizer
+
+
+def _play(game: _Game, worker: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return the loss of the critic and that of the maker, which depends on what the critic has learned since."""
+    generator = torch.Generator().manual_seed(100 * step + worker)
+    noise, real = torch.randn(8, 3, generator=generator), torch.randn(8, 4, generator=generator)
+    made = game.maker(noise)
+    critic = F.softplus(game.critic(made.detach())).mean() + F.softplus(-game.critic(real)).mean()
+    return critic, noise
+
+
+def _optimizers(game: _Game) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    return torch.optim.Adam(game.critic.parameters(), lr=0.02), torch.optim.SGD(game.maker.parameters(), lr=0.1)
+
+
+def _game(worker: int, text: str, order: str, early: bool, given: str) -> tuple[Tensor, int, int]:
+    game = _Game()
+    for p in game.idle.parameters():
+        p.grad = torch.full_like(p, float(worker))
+    critic, maker = _optimizers(game)
+    session = laconic.attach(laconic.plan(text), game, [critic, maker] if given == "cm" else [maker, critic])
+
+    def turn(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        if early:
+            session.average_gradients(optimizer)
+            sent = session.ledger.collectives
+            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
+        optimizer.step()
+        assert not early or session.ledger.collectives == sent, "gradients travelled twice"
+
+    for step in range(6):
+        for who in order:
+            loss, noise = _play(game, worker, step)
+            if who == "c":
+                turn(critic, loss)
+            else:
+                turn(maker, F.softplus(-game.critic(game.maker(noise))).mean())
+    assert all(bool((p.grad == worker).all()) for p in game.idle.parameters() if p.grad is not None)
+    return weights(game), session.step, session.ledger.collectives
+
+
+def _game_alone(order: str, workers: int, early: bool) -> Tensor:
+    game = _Game()
+    critic, maker = _optimizers(game)
+    for step in range(6):
+        for who in order:
+            plays = [_play(game, worker, step) for worker in range(workers)]
+            if who == "c":
+                optimizer, losses = critic, [loss for loss, _ in plays]
+            else:
+                optimizer, losses = maker, [F.softplus(-game.critic(game.maker(noise))).mean() for _, noise in plays]
+            optimizer.zero_grad()
+            torch.stack(losses).mean().backward()
+            if early:
+                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
+            optimizer.step()
+    return weights(game)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("order", "given"), [("cm", "cm"), ("mc", "cm"), ("cm", "mc")])
+def test_each_optimizer_averages_what_it_holds_in_any_order(order, given, early):
+    results = run_workers(_game, 2, ("ddp()", order, early, given))
+    assert_equal_bits([got for got, _, _ in results])
+    assert [steps for _, steps, _ in results] == [6, 6]
+    torch.testing.assert_close(results[0][0], _game_alone(order, 2, early), rtol=1e-5, atol=1e-6)
+
+
+def _twice(worker: int) -> str:
+    game = _Game()
+    critic, maker = _optimizers(game)
+    session = laconic.attach(laconic.ddp(), game, [critic, maker])
+    losses = [_play(game, worker, step)[0] for step in range(2)]
+    losses[0].backward()
+    critic.step()
+    with pytest.raises(RuntimeError) as error:
+        critic.step()
+    session.skip()  # the maker's part
+    assert session.step == 1
+    critic.step()
+    with pytest.raises(ValueError, match="attach was not given this optimizer"):
+        session.average_gradients(torch.optim.SGD(game.idle.parameters()))
+    return str(error.value)
+
+
+def test_an_optimizer_that_steps_twice_before_the_others_is_refused():
+    for text in run_workers(_twice, 2):
+        assert "Adam steps twice, and SGD has not stepped yet" in text
+        assert "attach(plan, model.part, optimizer)" in text
+
+
+def _other_order(worker: int) -> str:
+    game = _Game()
+    critic, maker = _optimizers(game)
+    laconic.attach(laconic.ddp(), game, [critic, maker])
+    _play(game, worker, 0)[0].backward()
+    with pytest.raises(laconic.DesyncError) as error:
+        (critic if worker else maker).step()
+    return str(error.value)
+
+
+def test_workers_that_step_their_optimizers_in_different_orders_are_told():
+    texts = run_workers(_other_order, 2)
+    assert "with the gradients of optimizer 2" in texts[0] and "with the gradients of optimizer 1" in texts[1]
+
+
+def _void(worker: int, fused: bool, sick: str) -> tuple[list[Tensor], int]:
+    """One worker's gradients of one optimizer are NaN in step 1: later optimizers of that step change nothing."""
+    game = _Game()
+    critic, maker = _optimizers(game)
+    if fused:
+        critic = torch.optim.Adam(game.critic.parameters(), lr=0.02, fused=True)
+        maker = torch.optim.SGD(game.maker.parameters(), lr=0.1, fused=True)
+    session = laconic.attach(laconic.ddp(), game, [critic, maker])
+    session._averager.check.late = fused
+    seen = [weights(game)]
+    for step in range(3):
+        for who, optimizer in (("critic", critic), ("maker", maker)):
+            loss, noise = _play(game, worker, step)
+            optimizer.zero_grad()
+            (loss if who == "critic" else F.softplus(-game.critic(game.maker(noise))).mean()).backward()
+            if step == 1 and worker == 1 and who == sick:
+                next(iter(optimizer.param_groups[0]["params"])).grad.mul_(torch.nan)
+            optimizer.step()
+            assert all(p.grad is not None for p in optimizer.param_groups[0]["params"])
+            seen.append(weights(game))
+    return seen, session.step
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["host", "late"])
+def test_nan_for_one_optimizer_stops_those_that_follow_in_the_step(fused):
+    for sick, kept in (("critic", [True, True]), ("maker", [False, True])):
+        results = run_workers(_void, 2, (fused, sick))
+        for seen, steps in results:
+            assert steps == 3 and all(each.isfinite().all() for each in seen)
+            unchanged = [torch.equal(a, b) for a, b in pairwise(seen)]
+            assert unchanged == [False, False, *kept, False, False]
+        for ours, theirs in zip(results[0][0], results[1][0], strict=True):
+            assert torch.equal(ours, theirs)
