@@ -59,11 +59,12 @@ class ModulePath:
         """Average the gradients of an optimizer, unless `average_now` has. A step taken again averages again."""
         if self._sync is None:
             return None
+        headers = None
         if optimizer in self._averaged:
             self._averaged.remove(optimizer)
-            return None
-        optimizer.unscale()
-        headers = self._average(self._sync, [optimizer])
+        else:
+            optimizer.unscale()
+            headers = self._average(self._sync, [optimizer])
         optimizer.agree()
         return headers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -176,6 +177,36 @@ def test_a_step_that_gradscaler_skips_on_one_worker(text, wrapped, unscale):
     # Averaged gradients overflow for all; local ones only for the worker whose they are.
     local = text.startswith("post_local")
     assert [skipped for _, _, skipped in results] == ([0, 0] if local else [1, 1])
+
+
+def _clipped_overflow(worker: int, text: str) -> list[Tensor]:
+    """Worker 1 overflows at step 3, and all clip what they have averaged."""
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=1000)
+    session = laconic.attach(laconic.plan(text), module, optimizer)
+    seen = [weights(module)]
+    for step in range(6):
+        x, y = batch(worker, step)
+        loss = F.cross_entropy(module(x), y) * (float("inf") if worker == 1 and step == 3 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        session.average_gradients()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.append(weights(module))
+    return seen
+
+
+@pytest.mark.parametrize("text", ["ddp()", "power_sgd(rank=2)"])
+def test_an_overflow_on_one_worker_before_clipping_skips_the_step_on_all(text):
+    results = run_workers(_clipped_overflow, 2, (text,))
+    for seen in results:
+        assert all(each.isfinite().all() for each in seen)
+        assert [torch.equal(a, b) for a, b in pairwise(seen)] == [False] * 3 + [True] + [False] * 2
+    assert_equal_bits([seen[-1] for seen in results])
 
 
 def _skips_by_hand(worker: int) -> tuple[Tensor, int]:
