@@ -22,7 +22,7 @@ from laconic.session.stop import StepHeaders
 class ModulePath:
     """Averages `.grad` of the parameters that an optimizer holds, before it steps.
 
-    A gradient that is None on this worker only counts as zero.
+    A gradient that is None on this worker only counts as zero. One that is None on all is not sent.
     """
 
     in_backward = False
@@ -73,19 +73,20 @@ class ModulePath:
         held = {id(p) for each in optimizers for p in each.parameters()}
         here = sum(1 << i for i, p in enumerate(params.values()) if p.grad is not None and id(p) in held)
         headers = exchange_headers(queue, self._header(here, optimizers))
-        unused = [p for i, p in enumerate(params.values()) if id(p) in held and not headers.with_gradient >> i & 1]
-        wanted = {name: p for name, p in params.items() if id(p) in held}
+        used = {  # the same on every worker. The others keep None, so that no optimizer moves them, and their residuals
+            name: p
+            for i, (name, p) in enumerate(params.items())
+            if id(p) in held and headers.with_gradient >> i & 1
+        }
         grads = {}
-        for name, p in wanted.items():
+        for name, p in used.items():
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             elif p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
             grads[name] = local_of(p.grad)
-        buckets = [{name: grads[name] for name in names} for names in in_buckets(wanted)]
+        buckets = [{name: grads[name] for name in names} for names in in_buckets(used)]
         queue.run_all([self._averager.average(bucket) for bucket in buckets], Payload.GRADIENT)
-        for p in unused:  # on every worker: they stay None, so that no optimizer moves them
-            p.grad = None
         return headers
 
     def _header(self, with_gradient: int, optimizers: Sequence[ScaledSteps]) -> Header:

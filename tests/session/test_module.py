@@ -209,6 +209,35 @@ def test_an_overflow_on_one_worker_before_clipping_skips_the_step_on_all(text):
     assert_equal_bits([seen[-1] for seen in results])
 
 
+def _feedback_with_unused(worker: int) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Branches that all, one or none of the workers use. Returns true gradients, means delivered, and residuals."""
+    torch.manual_seed(0)
+    module = nn.ModuleDict({name: nn.Linear(6, 5, bias=False) for name in ("all", "one", "some")})
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    session = laconic.attach(laconic.plan("Plan(codec=ErrorFeedback(LowRank(1, min_compression=0)))"), module, optimizer)
+    true, delivered = [], []
+    for step in range(9):
+        used = ["all", *(["one"] if worker == step % 2 else []), *(["some"] if step % 3 == 0 else [])]
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + worker))
+        torch.stack([module[name](x).square().mean() for name in used]).sum().backward()
+        true.append({n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None})
+        optimizer.step()
+        delivered.append({n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None})
+        assert ("some.weight" in delivered[-1]) == (step % 3 == 0)
+        optimizer.zero_grad()
+    return true, delivered, session.state_dict()["state"]["gradient"]["codec"]["residual"]
+
+
+def test_what_feedback_owes_to_parameters_that_no_worker_used_stays_owed():
+    results = run_workers(_feedback_with_unused, 2)
+    for name in ("all.weight", "one.weight", "some.weight"):
+        true = sum(each[name].double() for grads, _, _ in results for each in grads if name in each) / 2
+        sent = sum(each[name].double() for each in results[0][1] if name in each)
+        owed = sum(residual[name].double() for _, _, residual in results) / 2
+        assert owed.norm() > 0.01 * true.norm()
+        torch.testing.assert_close(sent + owed, true, rtol=1e-5, atol=1e-6)
+
+
 def _skips_by_hand(worker: int) -> tuple[Tensor, int]:
     module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.2)
