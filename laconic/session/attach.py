@@ -111,7 +111,7 @@ def attach(
     elif ddp is not None:
         path = DDPPath(ddp, averager, headers)
     else:
-        path = ModulePath(averager, headers, scaled)
+        path = ModulePath(model, averager, headers, scaled)
     sync_initial_weights(model_state, known.world, sync_initial, ddp is None)
     steps = Steps(plan, path, averager, weights, divergence, headers, scaled, ledger)
     session = Session(steps, averager, ledger)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from laconic.checks.headers import Header, Headers, exchange_headers
 from laconic.codecs import Codec
@@ -27,7 +28,10 @@ class ModulePath:
 
     in_backward = False
 
-    def __init__(self, averager: GradientAverager, headers: StepHeaders, scaled: Sequence[ScaledSteps]) -> None:
+    def __init__(
+        self, model: nn.Module, averager: GradientAverager, headers: StepHeaders, scaled: Sequence[ScaledSteps]
+    ) -> None:
+        self._model = model
         self._averager = averager
         self._headers = headers
         self._scaled = scaled
@@ -74,10 +78,9 @@ class ModulePath:
         here = sum(1 << i for i, p in enumerate(params.values()) if p.grad is not None and id(p) in held)
         headers = exchange_headers(queue, self._header(here, optimizers))
         used = {  # the same on every worker. The others keep None, so that no optimizer moves them, and their residuals
-            name: p
-            for i, (name, p) in enumerate(params.items())
-            if id(p) in held and headers.with_gradient >> i & 1
+            name: p for i, (name, p) in enumerate(params.items()) if id(p) in held and headers.with_gradient >> i & 1
         }
+        sparse = self._sparse(used.values())
         grads = {}
         for name, p in used.items():
             if p.grad is None:
@@ -87,7 +90,18 @@ class ModulePath:
             grads[name] = local_of(p.grad)
         buckets = [{name: grads[name] for name in names} for names in in_buckets(used)]
         queue.run_all([self._averager.average(bucket) for bucket in buckets], Payload.GRADIENT)
+        for p in sparse:  # sparse again, for optimizers such as SparseAdam
+            assert p.grad is not None
+            p.grad = p.grad.to_sparse(1)
         return headers
+
+    def _sparse(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Return the parameters whose gradient is sparse, or would be if this worker had used them."""
+        params = list(params)
+        lookups: set[int] = set()
+        if any(p.grad is None for p in params):
+            lookups = {id(m.weight) for m in self._model.modules() if getattr(m, "sparse", False) is True}
+        return [p for p in params if (p.grad.is_sparse if p.grad is not None else id(p) in lookups)]
 
     def _header(self, with_gradient: int, optimizers: Sequence[ScaledSteps]) -> Header:
         """Make a header that also says whose gradients follow, where there are several optimizers."""

@@ -151,11 +151,15 @@ class Steps:
         if optimizer.scaled:
             check.forget()  # the GradScaler decides
         elif check.late:
-            flag = check.nonfinite_flag(queue, self._model_state.gradients, self.headers.step)
+            flag = check.nonfinite_flag(queue, self._gradients, self.headers.step)
             if flag is not None:
                 self._void = flag if self._void is False else torch.maximum(flag, torch.as_tensor(self._void))
         else:
-            self._void = check.has_nonfinite(queue, self._model_state.gradients, self.headers.step)
+            self._void = check.has_nonfinite(queue, self._gradients, self.headers.step)
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        grads = self._model_state.gradients()
+        return {name: g.to_dense() if g is not None and g.is_sparse else g for name, g in grads.items()}
 
     def stepped(self, optimizer: ScaledSteps) -> bool:
         """Note that an optimizer has stepped; return whether that was the last of this step."""

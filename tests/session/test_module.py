@@ -214,7 +214,8 @@ def _feedback_with_unused(worker: int) -> tuple[list[dict[str, Tensor]], list[di
     torch.manual_seed(0)
     module = nn.ModuleDict({name: nn.Linear(6, 5, bias=False) for name in ("all", "one", "some")})
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    session = laconic.attach(laconic.plan("Plan(codec=ErrorFeedback(LowRank(1, min_compression=0)))"), module, optimizer)
+    plan = laconic.plan("Plan(codec=ErrorFeedback(LowRank(1, min_compression=0)))")
+    session = laconic.attach(plan, module, optimizer)
     true, delivered = [], []
     for step in range(9):
         used = ["all", *(["one"] if worker == step % 2 else []), *(["some"] if step % 3 == 0 else [])]
@@ -236,6 +237,56 @@ def test_what_feedback_owes_to_parameters_that_no_worker_used_stays_owed():
         owed = sum(residual[name].double() for _, _, residual in results) / 2
         assert owed.norm() > 0.01 * true.norm()
         torch.testing.assert_close(sent + owed, true, rtol=1e-5, atol=1e-6)
+
+
+class _Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(12, 3, sparse=True)
+        self.bags = nn.EmbeddingBag(9, 3, sparse=True, mode="sum")
+        self.head = nn.Linear(3, 2)
+
+    def loss(self, worker: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + worker)
+        tokens = torch.randint(0, 12, (4, 3), generator=generator)
+        h = self.words(tokens).mean(1)
+        if worker == step % 2:  # the other worker has no gradient for it
+            h = h + self.bags(tokens % 9)
+        return self.head(torch.tanh(h)).logsumexp(1).mean()
+
+
+def _sparse_optimizers(model: _Tagger) -> list[torch.optim.Optimizer]:
+    lookups = [model.words.weight, model.bags.weight]
+    return [torch.optim.SparseAdam(lookups, lr=0.05), torch.optim.SGD(model.head.parameters(), lr=0.1)]
+
+
+def _sparse(worker: int) -> Tensor:
+    model = _Tagger()
+    optimizers = _sparse_optimizers(model)
+    session = laconic.attach(laconic.ddp(), model, optimizers)
+    before = weights(model)
+    for step in range(6):
+        (model.loss(worker, step) * (torch.nan if worker == 1 and step == 0 else 1.0)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (step == 0) == torch.equal(before, weights(model))
+    assert session.step == 6
+    return weights(model)
+
+
+def test_sparse_gradients_are_sparse_again_after_averaging():
+    results = run_workers(_sparse, 2)
+    assert_equal_bits(results)
+    model = _Tagger()
+    optimizers = _sparse_optimizers(model)
+    for step in range(1, 6):  # the first is skipped
+        torch.stack([model.loss(worker, step) for worker in range(2)]).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(results[0], weights(model), rtol=1e-5, atol=1e-6)
 
 
 def _skips_by_hand(worker: int) -> tuple[Tensor, int]:
