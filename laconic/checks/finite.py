@@ -60,7 +60,7 @@ class _Observed:
     """This worker's messages, in order."""
     mean: Tensor | bool
     """Whether the mean is finite."""
-    parameters: str
+    parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ class NonFiniteCheck:
         self.late = late
         """Whether the optimizers skip a non-finite step themselves, and it is reported a step later."""
         self._seen: list[_Observed] = []
-        self._pending: _Late | None = None
+        self._pending: list[_Late] = []
         self._each_parameter = False
         """Whether a late check looks at each parameter, as it does after a first non-finite step: it takes longer."""
 
@@ -125,7 +125,7 @@ class NonFiniteCheck:
                 t.mul_(1 / share if share else torch.nan)
             logger.warning("gradients: %.0f%% of the workers had NaN or Inf, and were left out.", 100 * (1 - share))
         finite = all(means) if len(means) == len(own) else end.finite()
-        self._seen.append(_Observed(own, finite, _first_and_last(tensors)))
+        self._seen.append(_Observed(own, finite, tuple(tensors)))
         return end
 
     @staticmethod
@@ -140,7 +140,7 @@ class NonFiniteCheck:
 
     def forget(self) -> None:
         """Drop what was noted."""
-        self._seen, self._pending = [], None
+        self._seen, self._pending = [], []
 
     def has_nonfinite(self, queue: CollectiveQueue, gradients: Callable[[], Gradients], step: int) -> bool:
         """Return whether this step's mean gradients are not finite, the same on every worker; log who caused it.
@@ -165,29 +165,32 @@ class NonFiniteCheck:
         seen, self._seen = self._seen, []
         if not seen:
             return None
-        present = {name: t for name, t in gradients().items() if t is not None} if self._each_parameter else {}
+        averaged = {name for each in seen for name in each.parameters} if self._each_parameter else set()
+        present = {name: t for name, t in gradients().items() if t is not None and name in averaged} if averaged else {}
         if present:
             finite, of = torch.stack(torch._foreach_norm(list(present.values()), 1)).isfinite(), list(present)
         else:
             device = next((e.mean.device for e in seen if isinstance(e.mean, Tensor)), None)
             finite = torch.stack([torch.as_tensor(e.mean, device=device) for e in seen])
-            of = [e.parameters for e in seen]
+            of = [_first_and_last(e.parameters) for e in seen]
         ready = None
         host = torch.empty(finite.shape, dtype=torch.bool, pin_memory=finite.is_cuda).copy_(finite, non_blocking=True)
         if finite.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
-        self._pending = _Late(queue, step, seen, of, host, ready)
+        self._pending.append(_Late(queue, step, seen, of, host, ready))
         return (~finite.all()).to(torch.float32)
 
     def report_late(self, parameters: Iterable[str]) -> None:
-        """Log the last step that had a flag, if it was not finite. Every worker calls it after the same step.
+        """Log the flags of the last step, if they were not finite. Every worker calls it after the same step.
 
         `parameters` are in an order that all workers share.
         """
-        late, self._pending = self._pending, None
-        if late is None:
-            return
+        pending, self._pending = self._pending, []
+        for late in pending:
+            self._report(late, parameters)
+
+    def _report(self, late: _Late, parameters: Iterable[str]) -> None:
         if late.ready is not None:
             late.ready.synchronize()
         if bool(late.finite.all()):

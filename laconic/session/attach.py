@@ -61,7 +61,7 @@ def attach(
     Args:
         plan: When workers synchronise, how tensors are encoded, what is done with the mean, and with whom.
         model: A DDP model, one sharded by FSDP2, or a bare module, compiled or not.
-        optimizer: One optimizer, or several that step one after the other: a step is over when the last has stepped.
+        optimizer: One optimizer, or all that train the model: a step is over when each has stepped once, in any order.
         group: The workers that synchronise: by default DDP's group or the world; of a sharded model, those that
             hold the same shards. Without torch.distributed it is a world of one, where nothing is sent.
         levels: The groups inside it that the plan may name, from a DeviceMesh (innermost dimension last) or as this
@@ -117,7 +117,7 @@ def attach(
         elif ddp is not None:
             path = DDPPath(ddp, averager, headers)
         else:
-            path = ModulePath(averager, headers, scaled)
+            path = ModulePath(model, averager, headers, scaled)
         sync_initial_weights(model_state, known.world, sync_initial, bare=not units and ddp is None)
         steps = Steps(plan, path, averager, weights, divergence, headers, scaled, ledger)
         steps.at_first_step = partial(check_first_step, None if path.in_backward else model)

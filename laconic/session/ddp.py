@@ -6,7 +6,7 @@ A DDP model takes one hook in its life. Ours passes buckets to the session that 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from laconic.comm.running import resolved
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Level, Sync
 from laconic.session.bucket_queue import BucketQueue, BucketViews
+from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager
 from laconic.session.stop import StepHeaders
 
@@ -123,11 +124,11 @@ class DDPPath:
     def _queue(self, level: Level) -> BucketQueue:
         return self._queues.setdefault(level, BucketQueue(self._averager.levels[level], quiet=True))
 
-    def average_now(self) -> Headers | None:
+    def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
         """Do nothing: gradients are averaged in backward."""
         return None
 
-    def before_optimizer(self) -> Headers | None:
+    def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
         """Return the headers that were exchanged beside the gradients. DDP's backward has waited for these."""
         headers, self._headers = self._headers, None
         return None if headers is None else headers.wait()

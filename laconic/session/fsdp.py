@@ -29,6 +29,7 @@ from laconic.comm.averaging import write, written
 from laconic.comm.requests import State
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Sync
+from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager
 from laconic.session.model_state import local_of
 from laconic.session.stop import StepHeaders
@@ -87,11 +88,11 @@ class ShardedPath:
         self._codec = None if codec is None else self._averager.chosen(codec, self._queue)
         self._kept_local.clear()
 
-    def average_now(self) -> Headers | None:
+    def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
         """Do nothing: gradients are averaged in backward."""
         return None
 
-    def before_optimizer(self) -> Headers | None:
+    def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
         """Exchange headers where they are due."""
         return exchange_headers(self._queue, self._headers.stop_header()) if self._headers.stop_due else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from laconic.comm.requests import Exchange
 from laconic.cost import routed
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
+from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.model_state import ModelState
 
 
@@ -40,12 +41,12 @@ class GradientPath(Protocol):
         """Prepare for the next step, in which gradients are averaged as `sync` says, or not at all for None."""
         ...
 
-    def average_now(self) -> Headers | None:
-        """Average the gradients of this step early, where they are averaged at the optimizer's step."""
+    def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
+        """Average the gradients of these optimizers early, where they are averaged at the optimizer's step."""
         ...
 
-    def before_optimizer(self) -> Headers | None:
-        """Return once the gradients of this step are averaged, with the headers that all workers exchanged for it."""
+    def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
+        """Return once the gradients of this optimizer are averaged, with the headers that were exchanged for it."""
         ...
 
     def layout(self) -> dict[str, list[list[str]]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.checks.agreement import Facts, parameter_facts
+from laconic.checks.divergence import differences
 from laconic.codecs.packing import in_buckets, pack, unpack
 from laconic.comm.averaging import written
 from laconic.comm.queue import CollectiveQueue
@@ -99,6 +100,13 @@ class ModelState:
         split = in_buckets({name: tensors[name] for name in names})
         buckets = [{name: tensors[name] for name in bucket} for bucket in split]
         queue.run_all([written(of_worker(bucket), bucket) for bucket in buckets], "control")
+
+    def sync_new(self, queue: CollectiveQueue) -> None:
+        """Give every worker the first worker's values of parameters that came after `attach`."""
+        if self.unsynced:
+            new = {name: p for name, p in self.params.items() if name in self.unsynced}
+            self.of_first_worker(queue, differences(queue, new))
+            self.unsynced.clear()
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the gradient of each parameter, in an order that all workers share."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from laconic.session.gradients import GradientAverager
 from laconic.session.observers import StepObserver
 from laconic.session.steps import Steps
 from laconic.session.weights import Commit
+from laconic.torch_private.optimizers import is_nested_step
 
 
 class Handle(Protocol):
@@ -127,12 +129,14 @@ class Session:
     def verify_every(self, every: int | None) -> None:
         self._steps.divergence = DivergenceCheck(every)
 
-    def average_gradients(self) -> None:
+    def average_gradients(self, optimizer: Optimizer | None = None) -> None:
         """On a bare module: average the gradients now instead of at the optimizer's step.
 
-        For code that needs the averaged gradients before the step, such as clipping by norm.
+        For code that needs the averaged gradients before the step, such as clipping by norm. With a GradScaler, call
+        `scaler.unscale_(optimizer)` first. Of several optimizers, those that have yet to step in this step are meant,
+        or the one that is given.
         """
-        self._steps.average_gradients()
+        self._steps.average_gradients(optimizer)
 
     def average_weights(self) -> None:
         """Average the weights of all workers now, exactly, where local steps have made them different.
@@ -146,9 +150,12 @@ class Session:
         """Count a step without calling the optimizer, for loops that skip an update on this worker only.
 
         The other workers may be about to synchronise, and this one must take part. Steps that a GradScaler skips are
-        counted without this call.
+        counted without this call. Of several optimizers, it stands for all that have yet to step in this step; the
+        other workers then step these in the order in which `attach` was given them.
         """
-        self._before(step_follows=False)
+        for each in self._steps.waiting:
+            self._before(each, step_follows=False)
+            self._steps.stepped(each)
         self._after()
 
     def report(self, *, loss: float | Tensor, tokens: int = 0) -> bool:
@@ -240,25 +247,38 @@ class Session:
     def install(self, scaled: Sequence[ScaledSteps]) -> None:
         """Install the hooks: `attach` calls it once, after everything that may refuse."""
         self._steps.path.install()
-        self._handles = [
-            scaled[0].optimizer.register_step_pre_hook(self._before_step),
-            *(each.install() for each in scaled),
-            scaled[-1].optimizer.register_step_post_hook(self._after_step),
-        ]
+        for each in scaled:
+            self._handles += [
+                each.declare(),
+                each.optimizer.register_step_pre_hook(partial(self._before_step, each)),
+                each.optimizer.register_step_post_hook(partial(self._after_step, each)),
+            ]
         self._steps.prepare()
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(
+        self, scaled: ScaledSteps, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if is_nested_step(optimizer):
+            return
         closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
         self._steps.check_closure(closure)
-        self._before(step_follows=True)
+        self._before(scaled, step_follows=True)
+        scaled.begin_step()
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._after()
+    def _after_step(
+        self, scaled: ScaledSteps, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if is_nested_step(optimizer):
+            return
+        scaled.end_step()
+        if self._steps.stepped(scaled):
+            self._after()
 
-    def _before(self, step_follows: bool) -> None:
-        for observer in self._observers:
-            observer.before_step(self)
-        self._steps.before(step_follows)
+    def _before(self, scaled: ScaledSteps, step_follows: bool) -> None:
+        if self._steps.begins:
+            for observer in self._observers:
+                observer.before_step(self)
+        self._steps.before(scaled, step_follows)
 
     def _after(self) -> None:
         self._steps.after()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -288,7 +289,7 @@ def _disagree(worker: int, option: str) -> str:
     kind = torch.optim.Adam if worker and option == "class" else torch.optim.SGD
     params = list(model.parameters())
     optimizer = kind(params[::-1] if worker and option == "order" else params, lr=0.1)
-    keywords = {option: options[option]} if option in options else {}
+    keywords: Any = {option: options[option]} if option in options else {}
     with pytest.raises(laconic.DisagreementError) as error:
         laconic.attach(laconic.ddp(), model, optimizer, **keywords)
     before = weights(model)
