@@ -168,11 +168,13 @@ def test_names_keep_their_prefixes(text, ddp):
 
 
 def _differ_at_start(worker: int) -> tuple[Tensor, int, Tensor]:
-    model = nn.Sequential(mlp(seed=worker), nn.BatchNorm1d(4))
-    model[0][0].requires_grad_(False)
-    model[1].running_mean.fill_(worker)
+    body, norm = mlp(seed=worker), nn.BatchNorm1d(4)
+    model = nn.Sequential(body, norm)
+    body[0].requires_grad_(False)
+    assert norm.running_mean is not None
+    norm.running_mean.fill_(worker)
     session = laconic.attach(laconic.ddp(), model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return weights(model), session.ledger.payload_bytes, model[1].running_mean
+    return weights(model), session.ledger.payload_bytes, norm.running_mean
 
 
 def test_frozen_parameters_are_equal_from_the_start():
@@ -245,7 +247,8 @@ def _complex_in_ddp(worker: int) -> Tensor:
 
 
 def test_complex_parameters_in_ddp():
-    start = torch.manual_seed(0) and nn.Linear(32, 16, dtype=torch.complex64).weight.detach()
+    torch.manual_seed(0)
+    start = nn.Linear(32, 16, dtype=torch.complex64).weight.detach()
     one, other = run_workers(_complex_in_ddp, 2)
     assert torch.equal(one, other)
     assert (one - torch.view_as_real(start)).abs().min() > 0
