@@ -68,7 +68,9 @@ def _worse(faster: Sequence[Outcome], first: Outcome) -> str:
 
 
 def _higher(outcome: Outcome, first: Outcome) -> str:
-    return f"{outcome.loss_final - first.loss_final:.3f} higher ({outcome.loss_final:.3f} against {first.loss_final:.3f})"
+    return (
+        f"{outcome.loss_final - first.loss_final:.3f} higher ({outcome.loss_final:.3f} against {first.loss_final:.3f})"
+    )
 
 
 def _loss(outcome: Outcome) -> float:
