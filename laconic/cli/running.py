@@ -22,7 +22,17 @@ from laconic.compare.progress import Progress, following, progress_file
 from laconic.compare.records import Outcome, read_outcome
 from laconic.compare.report import check_drawable, write_page, write_png
 from laconic.compare.reporter import read_files, write_goal
-from laconic.compare.settings import LabError, Place, Run, Script, Settings, check_workers, found_place, usable_cores
+from laconic.compare.settings import (
+    LabError,
+    Place,
+    Run,
+    Script,
+    Settings,
+    check_count,
+    check_workers,
+    found_place,
+    usable_cores,
+)
 from laconic.compare.slow_link import NoSlowLink, slow_link
 from laconic.compare.unfinished import Finished, Unfinished
 
@@ -46,6 +56,7 @@ class CommandOptions:
 
 def workers_here(given: int | None) -> int:
     """The number of workers: torchrun's if it started this process, else the given one, else four."""
+    check_count("workers", given)
     place = found_place(os.environ)
     if place is None:
         return DEFAULT_WORKERS if given is None else given
