@@ -118,7 +118,7 @@ def attach(
             path = DDPPath(ddp, averager, headers)
         else:
             path = ModulePath(model, averager, headers, scaled)
-        sync_initial_weights(model_state, known.world, sync_initial, bare=not units and ddp is None)
+        sync_initial_weights(model_state, known.world, sync_initial, bare=ddp is None)
         steps = Steps(plan, path, averager, weights, divergence, headers, scaled, ledger)
         steps.at_first_step = partial(check_first_step, None if path.in_backward else model)
         session = Session(steps, averager, ledger)
@@ -159,6 +159,8 @@ def check_arguments(plan: object, model: object, optimizer: object) -> list[Opti
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, str | int | float | None):
+        return repr(value)
     return value.__name__ if isinstance(value, type) else type(value).__name__
 
 

@@ -347,7 +347,7 @@ def test_bad_arguments_are_named():
         laconic.attach("ddp()", module, optimizer)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the second argument is the model"):
         laconic.attach(laconic.ddp(), optimizer, module)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"a torch.optim.Optimizer is needed, or several in a list"):
+    with pytest.raises(TypeError, match=r"a torch.optim.Optimizer, or several in a list, not an empty list"):
         laconic.attach(laconic.ddp(), module, [])
     stranger = torch.optim.SGD(copy.deepcopy(module).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="holds none of the model's parameters"):
