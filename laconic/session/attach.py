@@ -102,6 +102,7 @@ def attach(
     averager = GradientAverager(model_state, known, check, compress_alone)
     weights = WeightSync(model_state, known, optimizers, commit, anchors, policy, averager.chosen)
     agree(known.world, "what is attached", handshake_facts(plan, model_state, model, commit))
+    plan.check_fragments(len(model_state.originals))
     known.prepare(plan.levels)
     headers = StepHeaders(plan, len(model_state.originals), Stop())
     scaled = [ScaledSteps(each) for each in optimizers]

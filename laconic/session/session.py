@@ -189,6 +189,7 @@ class Session:
             raise TypeError(f"change({plan!r}): a Plan is needed, such as laconic.power_sgd(rank=4).")
         self._steps.path.check_plan(plan)
         agree(self._steps.levels.world, "the plan to go on with", {"step": self.step, "plan": repr(plan)})
+        plan.check_fragments(len(self._averager.model_state.originals))
         self._steps.change(plan)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:

@@ -214,6 +214,25 @@ def test_fragments_are_about_equal_and_hold_every_name_once():
         in_parts(tensors, 9)
 
 
+def _too_many_fragments(worker: int) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    too_many = laconic.streaming_diloco(period=4, fragments=3)
+    with pytest.raises(ValueError, match=r"fragments=3.*: a model of 2 trained tensors cannot be cut into 3 fragments"):
+        laconic.attach(too_many, model, optimizer)
+    session = laconic.attach(laconic.diloco(period=2), model, optimizer)
+    with pytest.raises(ValueError, match=r"a model of 2 trained tensors cannot be cut into 3 fragments. Use 2 or"):
+        session.change(too_many)
+    for _ in range(4):
+        model(torch.full((1, 2), float(worker))).sum().backward()
+        optimizer.step()
+    assert session.synced
+
+
+def test_more_fragments_than_tensors_are_refused_at_once():
+    run_workers(_too_many_fragments, 2)
+
+
 def _late(worker: int) -> list[float]:
     """One weight, moved by −1 a step on worker 0 and −3 on worker 1; a fragment that is heard two steps late."""
     model = nn.Linear(1, 1, bias=False)
