@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -136,7 +137,7 @@ class Steps:
         """Note the learning rate of the round: that of its first step, or a larger one where the period follows it."""
         first = self.clock.since == self.step
         if first or (self.step > self.clock.since and isinstance(self.plan.schedule, Quadratic)):
-            lr = float(self._scaled[0].optimizer.param_groups[0]["lr"])
+            lr = float(self._scaled[0].optimizer.param_groups[0].get("lr", inf))
             self.clock = SyncClock(self.clock.since, lr if first else max(lr, self.clock.lr))
 
     def _received(self, headers: Headers | None) -> None:
