@@ -8,28 +8,31 @@ import torch
 from torch import Tensor
 
 _ROW = 1024
+_CPU_ROWS, _GPU_ROWS = 64, 1 << 14
+"""Rows that are mixed at a time: they stay in a core's cache; a GPU needs work for all of its cores."""
 _MIX = -7046029254386353131  # 2^64 / the golden ratio, as int64
+_SHIFT = 29
+_LOW = (1 << 64 - _SHIFT) - 1
 
 
 def digest(t: Tensor) -> Tensor:
     """Hash the bytes of a tensor to one int64, on its own device.
 
-    The bytes form a table of 64-bit words. Sums over its rows and over its columns are weighted by their index, so two
-    words that swap places change a row's sum or a column's. Two passes over memory.
+    The bytes form a table of 64-bit words. Each word is mixed with its column, and the sum of each row with its index:
+    a mixed word changes with any bit, and differs from place to place.
 
     >>> a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 1.0, 3.0])
     >>> bool(digest(a) == digest(a.clone())), bool(digest(a) == digest(b))
     (True, False)
     """
-    data = t.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = _bytes(t)
     whole = data.numel() // (8 * _ROW) * (8 * _ROW)
     total = torch.full((), data.numel(), dtype=torch.int64, device=t.device)
     if whole:
-        table = _words(data[:whole]).view(-1, _ROW)
-        total = total + _weighted(table.sum(1)) + _weighted(table.sum(0)) * _MIX
+        total = total + combined(_row_sums(_words(data[:whole]).view(-1, _ROW)))
     rest = data[whole:]
     words = rest.numel() // 8 * 8
-    return total + _weighted(_words(rest[:words])) * 3 + _weighted(rest[words:].to(torch.int64)) * 5
+    return total + combined(_words(rest[:words])) * 3 + combined(rest[words:].to(torch.int64)) * 5
 
 
 def digests(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -38,8 +41,13 @@ def digests(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def combined(each: Tensor) -> Tensor:
-    """Combine many digests into one."""
-    return _weighted(each)
+    """Combine many digests, or other 64-bit words, into one."""
+    return _mixed(each).sum()
+
+
+def _bytes(t: Tensor) -> Tensor:
+    dense = t.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((t.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def _words(data: Tensor) -> Tensor:
@@ -48,7 +56,21 @@ def _words(data: Tensor) -> Tensor:
     return data.view(torch.int64)
 
 
-def _weighted(words: Tensor) -> Tensor:
-    place = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=words.device)
-    mixed = words * ((place * _MIX) | 1)
-    return (mixed ^ (mixed >> 29)).sum()
+def _row_sums(table: Tensor) -> Tensor:
+    """Return the sum of the mixed words of each row, in little extra memory."""
+    blocks = table.split(_CPU_ROWS if table.device.type == "cpu" else _GPU_ROWS)
+    space = torch.empty((2, *blocks[0].shape), dtype=torch.int64, device=table.device)
+    return torch.cat([_mixed(block, space[:, : len(block)]).sum(1) for block in blocks])
+
+
+def _mixed(words: Tensor, space: Tensor | None = None) -> Tensor:
+    """Map each word to another, one to one, by a function of its place in the last dimension.
+
+    Products with odd numbers and x ^ (x >> 29) are one-to-one. The shift must be logical: with an arithmetic one, as
+    torch's is, a product and its complement have the same image.
+    """
+    product, shifted = (None, None) if space is None else space.unbind()
+    place = torch.arange(1, words.shape[-1] + 1, dtype=torch.int64, device=words.device)
+    product = torch.mul(words, (place * _MIX) | 1, out=product)
+    shifted = torch.bitwise_right_shift(product, _SHIFT, out=shifted)
+    return product.bitwise_xor_(shifted.bitwise_and_(_LOW))

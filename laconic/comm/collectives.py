@@ -76,7 +76,7 @@ def _wide_mean(x: Tensor, workers: int, group: Group | None) -> Generator[Any, N
 
 def _as_bytes(x: Tensor) -> Tensor:
     """View a flat tensor as bytes: backends do not support all dtypes."""
-    return x.view(torch.uint8)
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def mean(rows: Sequence[Tensor]) -> Tensor:

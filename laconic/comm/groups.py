@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from laconic.comm.queue import CollectiveQueue
+from laconic.comm.timeout import check_timeout_s
 from laconic.ledger import Ledger
 from laconic.plans.schedules import Level
 
@@ -37,6 +38,7 @@ class Levels:
         timeout_s: float | None = None,
         device: torch.device | None = None,
     ) -> None:
+        check_timeout_s(timeout_s)
         self._given = {} if given is None else _by_size(given)
         self._whole = group
         self._ledger, self._timeout_s, self._device = ledger, timeout_s, device

@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore
 from laconic.checks.errors import LostWorkerError
 from laconic.checks.outliers import names
 from laconic.torch_private.distributed import default_store
+from laconic.values import is_number
 
 SLICE = timedelta(milliseconds=250)
 LEAST_S = 30.0
@@ -40,6 +41,16 @@ RESPONSE_S = 0.8
 """How long workers with an error wait for each other's response."""
 STORE_S = 10.0
 """How long the store may take to respond; after that it counts as lost, until it responds after all."""
+
+
+def check_timeout_s(timeout_s: float | None) -> None:
+    """Refuse what is not a number of seconds above 0. None is valid: the limit follows from earlier collectives."""
+    if timeout_s is not None and not (is_number(timeout_s) and timeout_s > 0):
+        raise ValueError(
+            f"attach(timeout_s={timeout_s!r}): it must be a number of seconds above 0, such as 60. Leave it out to wait "
+            "ten times as long as the longest collective so far; for a worker that is away on purpose, there is "
+            "session.away()."
+        )
 
 
 class Work(Protocol):

@@ -15,8 +15,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import laconic
 from laconic.checks.outliers import names, outliers
+from laconic.compare.failures import killed_by
 from laconic.compare.folders import run_folder
-from laconic.compare.launch import LOOPBACK, environment, killed_by
+from laconic.compare.launch import LOOPBACK, environment
 from laconic.compare.settings import LabError, check_count, check_positive
 from laconic.compare.slow_link import PROGRAM
 from laconic.doctor.finding import Finding, finding

@@ -109,12 +109,12 @@ class Plan:
         nested = self.schedule.groups.values() if isinstance(self.schedule, Nested) else (None,)
         return (*sizes, *nested)
 
-    @property
+    @cached_property
     def local(self) -> bool:
         """Whether workers hold different weights after some steps."""
         return self.schedule.syncs_at(self.schedule.start) != GRADIENTS
 
-    @property
+    @cached_property
     def needs_anchor(self) -> bool:
         """Whether rounds average deltas from an anchor instead of the weights themselves."""
         delayed = isinstance(self.schedule, Streaming) and self.schedule.delay > 0

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Exchange, Gather, Mean, true
+from laconic.comm.requests import Averaged, Exchange, Mean, true
 from laconic.plans.plan import Plan
 from laconic.session.model_state import ModelState, local_of
 
@@ -21,24 +21,30 @@ class ExtraState:
         self._model_state = model_state
         self._optimizers = list(optimizers)
 
-    def averaged(self, plan: Plan, queue: CollectiveQueue) -> dict[str, Tensor]:
-        """Return what is averaged besides weights, as the plan has it."""
-        buffers = dict(self._model_state.buffers) if plan.buffers == "average" else {}
-        return buffers | self._moments(queue) if plan.optimizer_state == "average" else buffers
+    def buffers(self, plan: Plan) -> dict[str, Tensor]:
+        """Return the buffers that are averaged."""
+        return dict(self._model_state.buffers) if plan.buffers == "average" else {}
 
-    def _moments(self, queue: CollectiveQueue) -> dict[str, Tensor]:
-        """Return the moments of parameters that have them on every worker."""
-        found: dict[str, dict[str, Tensor]] = {}
+    def moments(self, plan: Plan) -> dict[str, dict[str, Tensor]]:
+        """Return this worker's moments that may be averaged, by parameter: those of its shape."""
+        if plan.optimizer_state != "average":
+            return {}
+        found: dict[str, dict[str, Tensor]] = {name: {} for name in self._model_state.originals}
         for name, p in self._model_state.originals.items():
             for optimizer in self._optimizers:
                 state = optimizer.state.get(p, {})
                 like = {k: local_of(t) for k, t in state.items() if isinstance(t, Tensor) and t.shape == p.shape}
-                found.setdefault(name, {}).update({f"moment:{key}:{name}": t for key, t in like.items()})
-        here = torch.tensor([float(bool(found[name])) for name in found])
-        if queue.workers > 1:
+                found[name] |= {f"moment:{k}:{name}": t for k, t in like.items() if t.is_floating_point()}
+        return found
+
+    @staticmethod
+    def common(moments: Mapping[str, Mapping[str, Tensor]], queue: CollectiveQueue) -> dict[str, Tensor]:
+        """Return the moments of parameters that have them on every worker."""
+        here = torch.tensor([float(bool(moments[name])) for name in moments])
+        if queue.workers > 1 and len(moments):
             here = queue.run(_mean(here.to(queue.device)), "control").mean[""]
-        everywhere = [name for name, share in zip(found, here.tolist(), strict=True) if share == 1]
-        return {key: t for name in everywhere for key, t in found[name].items() if t.is_floating_point()}
+        everywhere = [name for name, share in zip(moments, here.tolist(), strict=True) if share == 1]
+        return {key: t for name in everywhere for key, t in moments[name].items()}
 
     def reset_optimizers(self, names: Iterable[str]) -> None:
         """Drop the optimizer state of these parameters."""
@@ -50,12 +56,3 @@ class ExtraState:
 
 def _mean(x: Tensor) -> Exchange:
     return Averaged({"": (yield Mean(x))}, dict, true)
-
-
-def of_first_worker(tensors: Mapping[str, Tensor]) -> Exchange:
-    """Gather from all workers, and keep the tensors of the first."""
-    flat = torch.cat([t.reshape(-1) for t in tensors.values()])
-    rows = yield Gather(flat)
-    parts = rows[0].split([t.numel() for t in tensors.values()])
-    mean = {name: part.view(t.shape) for (name, t), part in zip(tensors.items(), parts, strict=True)}
-    return Averaged(mean, dict, true)

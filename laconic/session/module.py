@@ -73,10 +73,13 @@ class ModulePath:
         return headers
 
     def _average(self, sync: Sync, optimizers: Sequence[ScaledSteps]) -> Headers:
-        queue, params = self._averager.levels[sync.level], self._averager.model_state.originals
+        queue, model_state = self._averager.levels[sync.level], self._averager.model_state
+        model_state.refresh()
+        params = model_state.originals
         held = {id(p) for each in optimizers for p in each.parameters()}
         here = sum(1 << i for i, p in enumerate(params.values()) if p.grad is not None and id(p) in held)
         headers = exchange_headers(queue, self._header(here, optimizers))
+        model_state.sync_new(queue)
         used = {  # the same on every worker. The others keep None, so that no optimizer moves them, and their residuals
             name: p for i, (name, p) in enumerate(params.items()) if id(p) in held and headers.with_gradient >> i & 1
         }

@@ -50,6 +50,11 @@ class Session:
         return self._steps.plan
 
     @property
+    def attached(self) -> bool:
+        """Whether its hooks are installed: from the end of `attach` until `detach`."""
+        return bool(self._handles)
+
+    @property
     def step(self) -> int:
         """Optimizer steps since `attach`."""
         return self._steps.step

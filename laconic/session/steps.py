@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from laconic.checks.divergence import DivergenceCheck
 from laconic.checks.headers import Headers
+from laconic.comm.groups import Levels
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Quadratic, Sync, SyncClock
@@ -56,6 +57,8 @@ class Steps:
         self._scaled = scaled
         self._ledger = ledger
         self._gradient: Sync | None = None
+        self.at_first_step: Callable[[Levels], None] | None = None
+        """What is checked when the first step begins."""
         self._stepped: list[ScaledSteps] = []
         """The optimizers that have stepped in this step."""
         self._void: Tensor | bool = False
@@ -68,7 +71,7 @@ class Steps:
         return self.clock.since == self.step or any(self.plan.is_outermost(sync) for sync in syncs)
 
     def prepare(self) -> None:
-        """Prepare the next step: whether gradients are averaged in it, and where deltas start from."""
+        """Prepare the next step: whether gradients are averaged in it."""
         self._stepped, self._void = [], False
         number = self.step + 1
         self._ledger.step = number
@@ -77,8 +80,6 @@ class Steps:
         self._gradient = gradient
         self.headers.begin_step(self.plan, number, gradient is not None and gradient.level is None)
         self.path.begin_step(gradient, None if gradient is None else self.plan.codec_of(gradient, number))
-        if self.weights.anchor is None and self.plan.needs_anchor and number >= self.plan.schedule.start:
-            self.weights.set_anchor()
 
     def stop_on(self, signals: Sequence[signal.Signals], every_s: float) -> None:
         """Stop together on these signals, from the next step on."""
@@ -117,6 +118,11 @@ class Steps:
     def before(self, optimizer: ScaledSteps, step_follows: bool = True) -> None:
         """Average and check gradients with the other workers, also where this worker then takes no step."""
         self.levels.raise_if_broken()
+        if self.at_first_step is not None:
+            self.at_first_step(self.levels)
+            self.at_first_step = None
+        if self.plan.needs_anchor and self.step + 1 >= self.plan.schedule.start:
+            self.weights.anchor.begin_step(first=self.clock.since == self.step)
         if optimizer in self._stepped:
             raise RuntimeError(_stepped_twice(optimizer, self.waiting))
         self._read_lr()
@@ -194,7 +200,7 @@ class Steps:
         """Average the weights of all workers, where local steps have made them different."""
         self.weights.settle(self.plan, step=sys.maxsize)
         if self.plan.local and self.step >= self.plan.schedule.start and self.clock.since != self.step:
-            self.weights.average_all()
+            self.weights.average_all(self.headers)
 
     def change(self, plan: Plan) -> None:
         """Go on with another plan. Residuals of the old codec are dropped."""

@@ -49,6 +49,8 @@ def rich() -> dict[str, Any]:
         "empty complex": torch.empty(2, 0, dtype=torch.complex128),
         "transposed": torch.arange(6.0).view(2, 3).t(),
         "strided": torch.arange(20)[::3],
+        "one of many": torch.arange(20.0)[::20],
+        "one complex": torch.ones(5, dtype=torch.complex64)[::5],
         "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 4),
         "channels last": torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last),
         "conjugate": torch.tensor([1 + 2j]).conj(),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+import laconic
 from laconic import LostWorkerError
-from laconic.comm.timeout import SLICE, CollectiveTimeout
+from laconic.comm.timeout import SLICE, CollectiveTimeout, check_timeout_s
 
 
 class Work(dist.Work):
@@ -49,3 +53,16 @@ def test_a_collective_that_ends_just_after_its_slice_has_ended_well(timeout):
 def test_one_that_broke_just_after_its_slice_is_told_with_its_own_error(timeout):
     with pytest.raises(LostWorkerError, match=r"step 1: the connection broke \(Connection closed by peer\)"):
         timeout.wait(Work("Connection closed by peer"), "step 1")
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, 0.0, math.inf, -math.inf, math.nan, True, "60"])
+def test_a_timeout_that_is_not_a_number_of_seconds_is_refused(timeout_s: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="it must be a number of seconds above 0, such as 60") as error:
+        laconic.attach(laconic.ddp(), model, torch.optim.SGD(model.parameters()), timeout_s=timeout_s)
+    assert str(error.value).startswith(f"attach(timeout_s={timeout_s!r}): ")
+
+
+@pytest.mark.parametrize("timeout_s", [None, 1, 0.5, 10**9])
+def test_other_timeouts_are_accepted(timeout_s: float | None) -> None:
+    check_timeout_s(timeout_s)

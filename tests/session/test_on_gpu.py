@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
-from laconic.session.weights import Anchors
+from laconic.session.anchor import Anchors
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import listen, run_workers
 
