@@ -107,6 +107,7 @@ def attach(
         weights = WeightSync(model_state, known, optimizers, commit, anchors, policy, averager.chosen)
         settings = {"commit": commit, "nonfinite": policy, "verify_every": verify_every, "sync_initial": sync_initial}
         agree(known.world, "what is attached", handshake_facts(plan, model_state, model, optimizers, settings))
+        plan.check_fragments(len(model_state.originals))
         tell_learning_rates(known.world, optimizers)
         known.prepare(plan.levels)
         headers = StepHeaders(plan, model_state, Stop())

@@ -10,10 +10,10 @@ right after the optimizer's step. In other steps nothing is sent at all, DDP's o
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,17 +28,10 @@ from laconic.plans.plan import Plan
 from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager
 from laconic.session.observers import StepObserver
+from laconic.session.other_optimizers import OtherOptimizers
 from laconic.session.steps import Steps
 from laconic.session.weights import Commit
 from laconic.torch_private.optimizers import is_nested_step
-
-
-class Handle(Protocol):
-    """A hook that can be removed."""
-
-    def remove(self) -> None:
-        """Remove it."""
-        ...
 
 
 class Session:
@@ -48,7 +41,7 @@ class Session:
         self.ledger = ledger
         self._steps = steps
         self._averager = averager
-        self._handles: list[Handle] = []
+        self._removals: list[Callable[[], None]] = []
         self._observers: list[StepObserver] = []
 
     @property
@@ -194,6 +187,7 @@ class Session:
             raise TypeError(f"change({plan!r}): a Plan is needed, such as laconic.power_sgd(rank=4).")
         self._steps.path.check_plan(plan)
         agree(self._steps.levels.world, "the plan to go on with", {"step": self.step, "plan": repr(plan)})
+        plan.check_fragments(len(self._averager.model_state.originals))
         self._steps.change(plan)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -226,9 +220,9 @@ class Session:
 
     def detach(self) -> None:
         """Remove all hooks. A DDP model then averages gradients as DDP does."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for remove in self._removals:
+            remove()
+        self._removals = []
         self._steps.path.detach()
         self._steps.weights.forget()
         self._steps.levels.close()
@@ -248,11 +242,13 @@ class Session:
         """Install the hooks: `attach` calls it once, after everything that may refuse."""
         self._steps.path.install()
         for each in scaled:
-            self._handles += [
-                each.declare(),
-                each.optimizer.register_step_pre_hook(partial(self._before_step, each)),
-                each.optimizer.register_step_post_hook(partial(self._after_step, each)),
+            self._removals += [
+                each.declare().remove,
+                each.optimizer.register_step_pre_hook(partial(self._before_step, each)).remove,
+                each.optimizer.register_step_post_hook(partial(self._after_step, each)).remove,
             ]
+        given = [each.optimizer for each in scaled]
+        self._removals.append(OtherOptimizers(self._averager.model_state, given).install().remove)
         self._steps.prepare()
 
     def _before_step(
@@ -265,9 +261,7 @@ class Session:
         self._before(scaled, step_follows=True)
         scaled.begin_step()
 
-    def _after_step(
-        self, scaled: ScaledSteps, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _after_step(self, scaled: ScaledSteps, optimizer: Optimizer, *_: object) -> None:
         if is_nested_step(optimizer):
             return
         scaled.end_step()

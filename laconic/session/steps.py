@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from laconic.checks.headers import Headers
 from laconic.comm.groups import Levels
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Payload, Sync, SyncClock
+from laconic.plans.schedules import Payload, Quadratic, Sync, SyncClock
 from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager, GradientPath
 from laconic.session.stop import StepHeaders
@@ -55,7 +56,6 @@ class Steps:
         self._model_state = averager.model_state
         self._scaled = scaled
         self._ledger = ledger
-        self._first_group: dict[str, Any] = scaled[0].optimizer.param_groups[0]
         self._gradient: Sync | None = None
         self.at_first_step: Callable[[Levels], None] | None = None
         """What is checked when the first step begins."""
@@ -125,8 +125,7 @@ class Steps:
             self.weights.anchor.begin_step(first=self.clock.since == self.step)
         if optimizer in self._stepped:
             raise RuntimeError(_stepped_twice(optimizer, self.waiting))
-        if self.clock.since == self.step:  # the first step after a synchronisation: its learning rate sets the period
-            self.clock = SyncClock(self.step, float(self._first_group["lr"]))
+        self._read_lr()
         if self._void is True:  # no worker averages any more in this step: nobody would use the means
             self._averager.check.forget()
         else:
@@ -139,6 +138,13 @@ class Steps:
             optimizer.skip_step()
         elif isinstance(self._void, Tensor):
             optimizer.skip_step_if(self._void)
+
+    def _read_lr(self) -> None:
+        """Note the learning rate of the round: that of its first step, or a larger one where the period follows it."""
+        first = self.clock.since == self.step
+        if first or (self.step > self.clock.since and isinstance(self.plan.schedule, Quadratic)):
+            lr = float(self._scaled[0].optimizer.param_groups[0].get("lr", inf))
+            self.clock = SyncClock(self.clock.since, lr if first else max(lr, self.clock.lr))
 
     def _received(self, headers: Headers | None) -> None:
         if headers is None:

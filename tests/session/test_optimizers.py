@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -227,3 +229,72 @@ def test_nan_for_one_optimizer_stops_those_that_follow_in_the_step(fused):
             assert unchanged == [False, False, *kept, False, False]
         for ours, theirs in zip(results[0][0], results[1][0], strict=True):
             assert torch.equal(ours, theirs)
+
+
+def _attached(plan: str = "ddp()") -> tuple[nn.Sequential, torch.optim.Optimizer, laconic.Session]:
+    module = mlp(depth=1)
+    given = torch.optim.SGD(module[0].parameters(), lr=0.1)
+    session = laconic.attach(laconic.plan(plan), module, given)
+    module(torch.ones(1, 32)).sum().backward()
+    return module, given, session
+
+
+def test_an_optimizer_that_attach_was_not_given_is_found_at_its_first_step():
+    module, given, session = _attached()
+    unrelated = torch.optim.SGD(mlp().parameters(), lr=0.1)
+    other = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=0.1)
+    for optimizer in (given, unrelated, other, unrelated):
+        optimizer.step()
+    other.add_param_group({"params": module[2].parameters()})
+    way_out = r"attach was not given Adam, which has changed 2\.weight and 1 more.*attach\(plan, model, \[optimizer,"
+    with pytest.raises(RuntimeError, match=way_out):
+        other.step()
+    module.zero_grad()
+    other.step()  # without gradients nothing changes
+    assert session.step == 1
+    session.detach()
+    module(torch.ones(1, 32)).sum().backward()
+    other.step()
+
+
+class _Wrapper(torch.optim.Optimizer):
+    """Steps another optimizer, on some steps only."""
+
+    def __init__(self, inner: torch.optim.Optimizer, shares: bool) -> None:
+        params = [p for group in inner.param_groups for p in group["params"]]
+        super().__init__(inner.param_groups if shares else params, {})
+        self.inner, self.on = inner, True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.on:
+            self.inner.step()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_wrappers_of_a_given_optimizer_and_optimizers_inside_one_may_step(shares):
+    module, given, session = _attached()
+    wrapper = _Wrapper(given, shares)
+    wrapper.step()
+    assert session.step == 1
+    wrapper.on = False
+    if shares:
+        wrapper.step()
+    session.detach()
+    with laconic.attach(laconic.ddp(), module, wrapper) as session:  # now the one inside is the other
+        wrapper.on = True
+        wrapper.step()
+        assert session.step == 1
+        with pytest.raises(RuntimeError, match="attach was not given SGD"):
+            torch.optim.SGD(module[0].parameters(), lr=0.1).step()
+
+
+def test_the_hooks_for_all_optimizers_keep_nothing_alive():
+    from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
+
+    before = len(hooks)
+    module, given, session = _attached()
+    assert len(hooks) == before + 1
+    alive = weakref.ref(module)
+    del module, given, session
+    gc.collect()
+    assert alive() is None and len(hooks) == before
