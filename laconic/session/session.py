@@ -70,6 +70,11 @@ class Session:
         return self._steps.levels.world.group
 
     @property
+    def timeout_s(self) -> float | None:
+        """How long the next collective among all workers may take; None in a world of one, and over NCCL."""
+        return None if (timeout := self._steps.levels.world.timeout) is None else timeout.limit_s
+
+    @property
     def parameters(self) -> Mapping[str, Tensor]:
         """The trained parameters by name, as the model and the optimizers know them."""
         return self._averager.model_state.originals
