@@ -19,6 +19,7 @@ from laconic.comm.queue import CollectiveQueue
 from laconic.comm.timeout import check_timeout_s
 from laconic.ledger import Ledger
 from laconic.plans.schedules import Level
+from laconic.torch_private.distributed import destroy_group, new_group
 
 Given: TypeAlias = DeviceMesh | Sequence[dist.ProcessGroup]
 
@@ -43,6 +44,7 @@ class Levels:
         self._whole = group
         self._ledger, self._timeout_s, self._device = ledger, timeout_s, device
         self.check(plan_levels)  # before any group is made: a worker that is refused leaves no other waiting
+        self._made: list[dist.ProcessGroup] = []
         self.world = self._queue(group, "world")
         self._queues: dict[Level, CollectiveQueue] = {None: self.world, self.world.workers: self.world}
 
@@ -98,12 +100,17 @@ class Levels:
         return [level for level in self._queues if level is not None]
 
     def close(self) -> None:
-        """End the threads of all queues."""
+        """End the threads of all queues, and destroy the groups that were made for them."""
+        made = [] if any(queue.broken for queue in self._queues.values()) else self._made
+        self._made = []
         for queue in dict.fromkeys(self._queues.values()):
             queue.close()
+        for group in made:
+            destroy_group(group)
 
     def abandon(self) -> None:
         """Leave all queues behind, with their collectives in flight."""
+        self._made = []
         for queue in dict.fromkeys(self._queues.values()):
             queue.abandon()
 
@@ -121,7 +128,10 @@ class Levels:
     def _group(self, size: int) -> dist.ProcessGroup | None:
         if self._whole is None or size == 1:
             return None
-        return self._given[size] if self._given else subgroup_of(self._whole, size)
+        if self._given:
+            return self._given[size]
+        self._made.append(subgroup_of(self._whole, size))
+        return self._made[-1]
 
 
 def subgroup_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
@@ -136,14 +146,11 @@ def subgroup_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
             f"{len(ranks)} workers cannot be divided into groups of {size}. Choose a size that divides {len(ranks)}."
         )
     backend = dist.get_backend(group)
-    whole = len(ranks) == dist.get_world_size()
-    made = None
-    for first in range(0, len(ranks), size):
-        members = ranks[first : first + size]
-        if dist.get_rank() in members:
-            made = dist.new_group(members, backend=backend, use_local_synchronization=not whole)
-        elif whole:
-            dist.new_group(members, backend=backend)
+    parts = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+    mine = next(index for index, members in enumerate(parts) if dist.get_rank() in members)
+    if len(ranks) < dist.get_world_size():
+        return new_group(parts[mine], backend)
+    made = [dist.new_group(members, backend=backend) for members in parts][mine]
     if not isinstance(made, dist.ProcessGroup):
         raise RuntimeError("torch.distributed.new_group() did not make this worker a member of its own group.")
     return made

@@ -20,8 +20,9 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,10 +30,10 @@ from torch.futures import Future
 
 from laconic.comm.collectives import Group, launch
 from laconic.comm.requests import Averaged, Exchange, First, gather, operation, payload_bytes
-from laconic.comm.running import Batch, Running, new_future, resolved
+from laconic.comm.running import Batch, Running, Stop, end_thread, leave_thread, new_future, resolved, wait_for
 from laconic.comm.timeout import CollectiveTimeout
 from laconic.ledger import Ledger
-from laconic.torch_private.distributed import ordered_by_stream, second_group
+from laconic.torch_private.distributed import destroy_group, ordered_by_stream, second_group
 
 __all__ = ["CollectiveQueue", "new_future", "resolved"]
 
@@ -42,9 +43,7 @@ class _Flush:
     """Queued after the last exchange of a batch: run all of them to their end."""
 
 
-@dataclass(frozen=True)
-class _Stop:
-    """Ends the thread."""
+_Items: TypeAlias = "queue.SimpleQueue[Running | _Flush | Stop]"
 
 
 class CollectiveQueue:
@@ -73,15 +72,16 @@ class CollectiveQueue:
         """Where small tensors of our own must be: headers, digests."""
         self._inline = self.workers == 1 or by_stream
         self.timeout: CollectiveTimeout | None = None
+        self._made: Group | None = None
         if group is not None and not self._inline and not share:
-            self.group = second_group(group)
+            self.group = self._made = second_group(group)
             self.timeout = CollectiveTimeout(self.group, timeout_s)
         self.broken: BaseException | None = None
         """The error that ended a collective. The order is lost then: nothing more can run."""
-        self._items: queue.SimpleQueue[Running | _Flush | _Stop] = queue.SimpleQueue()
+        self._items: _Items = queue.SimpleQueue()
         self._active: list[Running] = []
         self._thread: threading.Thread | None = None
-        self._stop: Callable[[], object] | None = None
+        self._stop: weakref.finalize[..., CollectiveQueue] | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def submit(self, exchange: Exchange, phase: str, value: Tensor) -> Future[Tensor]:
@@ -107,6 +107,9 @@ class CollectiveQueue:
         """
         batch = Batch(list(values), list(futures), len(exchanges), quiet)
         started = [Running(exchange, batch, phase, self.ledger.step) for exchange in exchanges]
+        if self.broken is not None:
+            batch.fail(self.broken)
+            return started
         for running in started:
             if self._inline:
                 self._run_inline(running)
@@ -126,8 +129,7 @@ class CollectiveQueue:
         nothing = torch.empty(0)
         future = new_future(nothing)
         (running,) = self.submit_all([exchange], phase, [nothing], [future])
-        self.flush()
-        future.wait()
+        self._flush_and_wait(future)
         assert running.result is not None
         return running.result
 
@@ -138,21 +140,43 @@ class CollectiveQueue:
             nothing = torch.empty(0)
             future = new_future(nothing)
             self.submit_all(started, phase, [nothing], [future])
-            self.flush()
-            future.wait()
+            self._flush_and_wait(future)
+
+    def _flush_and_wait(self, future: Future[Tensor]) -> None:
+        self.flush()
+        try:
+            wait_for(future)
+        except BaseException:
+            if not future.done():  # a signal: this worker does not know how far the others are
+                self.broken = RuntimeError(
+                    "a signal has interrupted this worker's wait for the others: nothing more can be synchronised. "
+                    "Save this worker's state if it is of use, and end the process."
+                )
+            raise
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather `x` from every worker, on the host: [workers, *x.shape]. Every worker calls it and waits."""
         return x.cpu()[None] if self.workers == 1 else self.run(gather(x.to(self.device)), "control").mean[""]
 
     def close(self) -> None:
-        """End the thread. torch's `destroy_process_group` destroys the group itself."""
-        if self._stop is not None:
-            self._stop()
+        """End the thread when all exchanges have ended, and destroy the group that was made for this queue.
+
+        A group in which a collective failed, or has not ended, stays: to destroy it would wait for that collective.
+        """
+        made, self._made = self._made, None
+        if self._stop is not None and self._thread is not None:
+            self._stop.detach()
+            if not end_thread(self._items, self._thread):
+                made = None
         self._stop = self._thread = None
+        if made is not None and self.broken is None:
+            self.group = None
+            self.broken = RuntimeError("this session is detached, and its process group is destroyed. Attach again.")
+            destroy_group(made)
 
     def abandon(self) -> None:
         """Leave the collectives in flight behind, for peers that cannot answer any more."""
+        self._made = None
         if self.timeout is not None:
             self.timeout.cancel()
         self.close()
@@ -162,7 +186,7 @@ class CollectiveQueue:
         self._thread.name = f"laconic-collectives-{self.level}"
         self._thread.start()
         # Also at the interpreter's exit, for loops that never detach: a thread that outlives it aborts the process.
-        self._stop = weakref.finalize(self, _end_thread, self._items, self._thread)
+        self._stop = weakref.finalize(self, leave_thread, self._items, self._thread, self.timeout)
 
     def _run_inline(self, running: Running) -> None:
         value = running.batch.values[0]
@@ -253,13 +277,7 @@ class CollectiveQueue:
         )
 
 
-def _end_thread(items: queue.SimpleQueue[Running | _Flush | _Stop], thread: threading.Thread) -> None:
-    items.put(_Stop())
-    if thread is not threading.current_thread():
-        thread.join(timeout=10)
-
-
-def _serve(collectives: weakref.ref[CollectiveQueue], items: queue.SimpleQueue[Running | _Flush | _Stop]) -> None:
+def _serve(collectives: weakref.ref[CollectiveQueue], items: _Items) -> None:
     """The thread. It holds no reference while it waits, so that an unused queue can be collected."""
     with torch.no_grad():
         while True:
@@ -270,7 +288,7 @@ def _serve(collectives: weakref.ref[CollectiveQueue], items: queue.SimpleQueue[R
                     return
                 continue
             serving = collectives()
-            if isinstance(item, _Stop) or serving is None:
+            if isinstance(item, Stop) or serving is None:
                 return
             serving._serve_item(item)
             del serving, item

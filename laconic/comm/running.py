@@ -1,7 +1,9 @@
-"""Exchanges that a queue runs, and the futures of their callers."""
+"""Exchanges that a queue runs, the futures of their callers, and the end of its thread."""
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from laconic.comm.requests import Averaged, Exchange, Request
+from laconic.comm.timeout import CollectiveTimeout
 
 
 @dataclass(eq=False)
@@ -67,3 +70,32 @@ def resolved(value: Tensor) -> Future[Tensor]:
     future = new_future(value)
     future.set_result(value)
     return future
+
+
+def wait_for(future: Future[Tensor]) -> None:
+    """Wait for a future, and raise its error. A signal can interrupt it: torch itself waits in C++, where none can."""
+    if not future.done():
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        done.wait()
+    future.wait()
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Ends the thread of a queue."""
+
+
+def end_thread(items: queue.SimpleQueue[Any], thread: threading.Thread, timeout_s: float = 10) -> bool:
+    """End the thread of a queue after what is queued; return whether it has ended."""
+    items.put(Stop())
+    if thread is not threading.current_thread():
+        thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+def leave_thread(items: queue.SimpleQueue[Any], thread: threading.Thread, timeout: CollectiveTimeout | None) -> None:
+    """End the thread of a queue that nobody has closed, soon also if it waits for another worker."""
+    if not end_thread(items, thread, timeout_s=1) and timeout is not None:
+        timeout.cancel()
+        thread.join(10)

@@ -47,8 +47,8 @@ def check_timeout_s(timeout_s: float | None) -> None:
     """Refuse what is not a number of seconds above 0. None is valid: the limit follows from earlier collectives."""
     if timeout_s is not None and not (is_number(timeout_s) and timeout_s > 0):
         raise ValueError(
-            f"attach(timeout_s={timeout_s!r}): it must be a number of seconds above 0, such as 60. Leave it out to wait "
-            "ten times as long as the longest collective so far; for a worker that is away on purpose, there is "
+            f"attach(timeout_s={timeout_s!r}): it must be a number of seconds above 0, such as 60. Leave it out to "
+            "wait ten times as long as the longest collective so far; for a worker that is away on purpose, there is "
             "session.away()."
         )
 

@@ -1,7 +1,9 @@
-"""Process groups: backends by device, their timeouts, the default store."""
+"""Process groups: backends by device, their names and timeouts, the default store."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -26,17 +28,37 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str:
 
 def second_group(group: ProcessGroup) -> ProcessGroup:
     """Make a second group of the same workers and backends; only they need to take part."""
-    ranks = dist.get_process_group_ranks(group)
-    backend = dist.get_backend(group)
-    ours = dist.new_group(
-        ranks,
-        timeout=_timeout_of(group),
-        backend=None if backend == "undefined" else backend,
-        use_local_synchronization=True,
+    return new_group(dist.get_process_group_ranks(group), dist.get_backend(group), _timeout_of(group))
+
+
+def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None = None) -> ProcessGroup:
+    """Make a group of these workers, of which only they need to take part, under a name that none has had before.
+
+    The name that torch gives such a group depends on how many groups there are. So it comes back when a group was
+    destroyed, and the store still has the addresses of the old one.
+    """
+    c10d, store, rank = dist.distributed_c10d, default_store(), dist.get_rank()
+    members = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
+    count = store.add(f"laconic/groups/{members}/{rank}", 1)  # the same on all members: they make the same groups
+    kind = dist.Backend(backend)
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(rank),
+        list(ranks),
+        kind,
+        store,
+        f"laconic-{members}-{count}",  # type: ignore[arg-type]  # a NewType of torch, which older versions lack
+        timeout=timeout or c10d._get_default_timeout(kind),
     )
-    if not isinstance(ours, ProcessGroup):
-        raise RuntimeError("torch.distributed.new_group() did not make this worker a member of its own group.")
-    return ours
+    assert isinstance(group, ProcessGroup)
+    c10d._world.pg_group_ranks[group] = {each: index for index, each in enumerate(ranks)}
+    return group
+
+
+def destroy_group(group: ProcessGroup) -> None:
+    """Destroy a group that no collective runs in, unless it is gone already."""
+    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
 
 
 def default_store() -> Store:
