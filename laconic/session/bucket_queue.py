@@ -8,7 +8,7 @@ the layout that was saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from torch.futures import Future
 from laconic.comm.queue import CollectiveQueue
 from laconic.comm.requests import Exchange
 from laconic.comm.running import new_future
-from laconic.session.model_state import local_of
+from laconic.session.model_state import ModelState, local_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -114,8 +114,8 @@ class BucketViews:
     means known memory.
     """
 
-    def __init__(self, name_of: Mapping[int, str]) -> None:
-        self._name_of = name_of
+    def __init__(self, model_state: ModelState) -> None:
+        self._model_state = model_state
         self._known: dict[int, tuple[int, Sequence[Tensor], dict[str, Tensor]]] = {}
 
     def tensors(self, bucket: GradBucket) -> dict[str, Tensor]:
@@ -126,7 +126,8 @@ class BucketViews:
             if known[0] == address and len(known[1]) == len(params) and all(map(is_, known[1], params)):
                 return known[2]
             self._known.clear()  # DDP has rebuilt its buckets: release the old memory
-        tensors = {self._name_of[id(p)]: g for p, g in zip(params, gradients_of(bucket), strict=True)}
+        names = self._model_state.name_of
+        tensors = {names[id(p)]: g for p, g in zip(params, gradients_of(bucket), strict=True)}
         self._known[bucket.index()] = (address, params, tensors)
         return tensors
 

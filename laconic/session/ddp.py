@@ -90,7 +90,7 @@ class DDPPath:
         self._ddp = weakref.ref(ddp)  # as in `_Hook`
         self._step_headers = headers
         self._hook: _Hook | None = None
-        self._views = BucketViews(averager.model_state.name_of)
+        self._views = BucketViews(averager.model_state)
         self._queues: dict[Level, BucketQueue] = {}
         self._sync: Sync | None = None
         self._headers: PendingHeaders | None = None

@@ -52,7 +52,7 @@ class Session:
     @property
     def attached(self) -> bool:
         """Whether its hooks are installed: from the end of `attach` until `detach`."""
-        return bool(self._handles)
+        return bool(self._removals)
 
     @property
     def step(self) -> int:
@@ -77,6 +77,7 @@ class Session:
     @property
     def parameters(self) -> Mapping[str, Tensor]:
         """The trained parameters by name, as the model and the optimizers know them."""
+        self._averager.model_state.refresh()
         return self._averager.model_state.originals
 
     @property
@@ -245,16 +246,20 @@ class Session:
 
     def install(self, scaled: Sequence[ScaledSteps]) -> None:
         """Install the hooks: `attach` calls it once, after everything that may refuse."""
-        self._steps.path.install()
-        for each in scaled:
-            self._removals += [
-                each.declare().remove,
-                each.optimizer.register_step_pre_hook(partial(self._before_step, each)).remove,
-                each.optimizer.register_step_post_hook(partial(self._after_step, each)).remove,
-            ]
-        given = [each.optimizer for each in scaled]
-        self._removals.append(OtherOptimizers(self._averager.model_state, given).install().remove)
-        self._steps.prepare()
+        try:
+            self._steps.path.install()
+            for each in scaled:
+                self._removals += [
+                    each.declare().remove,
+                    each.optimizer.register_step_pre_hook(partial(self._before_step, each)).remove,
+                    each.optimizer.register_step_post_hook(partial(self._after_step, each)).remove,
+                ]
+            given = [each.optimizer for each in scaled]
+            self._removals.append(OtherOptimizers(self._averager.model_state, given).install().remove)
+            self._steps.prepare()
+        except BaseException:
+            self.detach()
+            raise
 
     def _before_step(
         self, scaled: ScaledSteps, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
