@@ -52,7 +52,7 @@ class Session:
     @property
     def attached(self) -> bool:
         """Whether its hooks are installed: from the end of `attach` until `detach`."""
-        return bool(self._handles)
+        return bool(self._removals)
 
     @property
     def step(self) -> int:

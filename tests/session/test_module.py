@@ -149,7 +149,7 @@ def _scaled(worker: int, text: str, wrapped: bool, unscale: bool) -> tuple[list[
     model = DDP(module) if wrapped else module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=1000)
-    session = laconic.attach(laconic.plan(text), model, optimizer)
+    session = laconic.attach(laconic.plan(text), model, optimizer, scaler=scaler)
     seen, skipped = [], 0
     for step in range(8):
         x, y = batch(worker, step)
