@@ -62,7 +62,8 @@ def attach(
 
     Args:
         plan: When workers synchronise, how tensors are encoded, what is done with the mean, and with whom.
-        model: A DDP model, one sharded by FSDP2, or a bare module, compiled or not.
+        model: A DDP model, one sharded by FSDP2, or a bare module, compiled or not. A bare module averages gradients at
+            the optimizer's step: before clipping them, call `session.average_gradients()`.
         optimizer: One optimizer, or all that train the model: a step is over when each has stepped once, in any order.
         group: The workers that synchronise: by default DDP's group or the world; of a sharded model, those that
             hold the same shards. Without torch.distributed it is a world of one, where nothing is sent.
