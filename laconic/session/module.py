@@ -98,9 +98,9 @@ class ModulePath:
             grads[name] = local_of(p.grad)
         buckets = [{name: grads[name] for name in names} for names in in_buckets(used)]
         queue.run_all([self._averager.average(bucket) for bucket in buckets], Payload.GRADIENT)
-        for p in sparse:  # sparse again, for optimizers such as SparseAdam
-            assert p.grad is not None
-            p.grad = p.grad.to_sparse(1)
+        for each in sparse:  # sparse again, for optimizers such as SparseAdam
+            assert each.grad is not None
+            each.grad = each.grad.to_sparse(1)
         return headers
 
     def _sparse(self, params: Iterable[Tensor]) -> list[Tensor]:

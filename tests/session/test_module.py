@@ -253,7 +253,8 @@ class _Tagger(nn.Module):
         h = self.words(tokens).mean(1)
         if worker == step % 2:  # the other worker has no gradient for it
             h = h + self.bags(tokens % 9)
-        return self.head(torch.tanh(h)).logsumexp(1).mean()
+        loss: Tensor = self.head(torch.tanh(h)).logsumexp(1).mean()
+        return loss
 
 
 def _sparse_optimizers(model: _Tagger) -> list[torch.optim.Optimizer]:

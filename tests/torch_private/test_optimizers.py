@@ -16,7 +16,7 @@ class _Base(torch.optim.SGD):
 
 
 class _Derived(_Base):
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
 
 
