@@ -34,7 +34,7 @@ class ErrorFeedback:
 
     def __post_init__(self) -> None:
         check_codec(f"ErrorFeedback({self.codec!r})", self.codec)
-        if _has_feedback(self.codec):
+        if has_feedback(self.codec):
             raise ValueError(
                 f"ErrorFeedback({self.codec!r}): the codec contains an ErrorFeedback already, and two residuals of one "
                 "tensor grow without bound. Remove one of the two."
@@ -108,11 +108,12 @@ def _residuals(tree: State) -> Iterator[dict[str, Tensor]]:
             yield from _residuals(value)
 
 
-def _has_feedback(codec: object) -> bool:
+def has_feedback(codec: object) -> bool:
+    """Return whether a codec is an `ErrorFeedback`, or contains one."""
     if isinstance(codec, ErrorFeedback):
         return True
     parts = [getattr(codec, f.name) for f in fields(codec)] if is_dataclass(codec) else []
-    return any(_has_feedback(part) for part in parts)
+    return any(has_feedback(part) for part in parts)
 
 
 def _with_residual(t: Tensor, residual: Tensor | None) -> Tensor:

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -53,6 +54,7 @@ def attach(
     nonfinite: NonFinite | None = None,
     verify_every: int | None = None,
     compress_alone: bool = False,
+    scaler: GradScaler | None = None,
 ) -> Session:
     """Synchronise the workers that hold copies of `model` as `plan` says.
 
@@ -60,7 +62,8 @@ def attach(
 
     Args:
         plan: When workers synchronise, how tensors are encoded, what is done with the mean, and with whom.
-        model: A DDP model, one sharded by FSDP2, or a bare module, compiled or not.
+        model: A DDP model, one sharded by FSDP2, or a bare module, compiled or not. A bare module averages gradients at
+            the optimizer's step: before clipping them, call `session.average_gradients()`.
         optimizer: One optimizer, or all that train the model: a step is over when each has stepped once, in any order.
         group: The workers that synchronise: by default DDP's group or the world; of a sharded model, those that
             hold the same shards. Without torch.distributed it is a world of one, where nothing is sent.
@@ -83,6 +86,8 @@ def attach(
             compared bit for bit. By default after every synchronisation of weights and every 100 steps of gradients;
             0 is never.
         compress_alone: Whether the codec also runs in a world of one, to measure it; nothing is sent there.
+        scaler: The GradScaler of the training, if there is one. A DDP or sharded model averages scaled gradients, and
+            error feedback must know when the loss scale changes. Bare modules do not need it.
 
     Raises:
         DisagreementError: On all workers, if they differ in model, plan or versions.
@@ -103,7 +108,7 @@ def attach(
         divergence = DivergenceCheck(verify_every)
         model_state = ModelState(ddp.module if ddp else model, sharded=bool(units))
         check = NonFiniteCheck(policy, late=late and policy == "skip")
-        averager = GradientAverager(model_state, known, check, compress_alone)
+        averager = GradientAverager(model_state, known, check, compress_alone, scaler if units or ddp else None)
         weights = WeightSync(model_state, known, optimizers, commit, anchors, policy, averager.chosen)
         settings = {"commit": commit, "nonfinite": policy, "verify_every": verify_every, "sync_initial": sync_initial}
         agree(known.world, "what is attached", handshake_facts(plan, model_state, model, optimizers, settings))

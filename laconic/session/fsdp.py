@@ -25,7 +25,7 @@ from torch.futures import Future
 from laconic.checks.agreement import agree
 from laconic.checks.headers import Headers, exchange_headers
 from laconic.codecs import Codec, Exact
-from laconic.comm.averaging import write, written
+from laconic.comm.averaging import write
 from laconic.comm.requests import State
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Sync
@@ -85,6 +85,7 @@ class ShardedPath:
 
     def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
         """Prepare for the next step. FSDP itself sends nothing between replicas."""
+        self._averager.begin_step(sync, codec)
         self._codec = None if codec is None else self._averager.chosen(codec, self._queue)
         self._kept_local.clear()
 
@@ -139,10 +140,10 @@ class ShardedPath:
     def _average(
         self, tensors: dict[str, Tensor], state: State, codec: Codec, flat: Tensor, wait: bool
     ) -> Future[Tensor]:
-        exchange = codec.average(tensors, state, reuse=True)
+        exchange = self._averager.encode(tensors, state, codec)
         if flat.is_cuda and self._queue.device.type == "cpu":
             torch.cuda.current_stream(flat.device).synchronize()  # the queue's thread works on another stream
-        future = self._queue.submit(written(exchange, tensors), Payload.GRADIENT, flat)
+        future = self._queue.submit(exchange, Payload.GRADIENT, flat)
         if wait:
             self._queue.flush()
             future.wait()

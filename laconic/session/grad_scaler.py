@@ -68,6 +68,11 @@ class ScaledSteps:
         if not is_nested_step(optimizer):
             self.end_step()
 
+    @property
+    def has_scale(self) -> bool:
+        """Whether a GradScaler drives this step, and the gradients are still multiplied by the loss scale."""
+        return getattr(self.optimizer, "grad_scale", None) is not None
+
     def unscale(self) -> None:
         """Divide the gradients by the loss scale, unless that is done: workers may have different scales."""
         scale = getattr(self.optimizer, "grad_scale", None)

@@ -66,6 +66,11 @@ class ModulePath:
         headers = None
         if optimizer in self._averaged:
             self._averaged.remove(optimizer)
+            if optimizer.has_scale and self._averager.lacks_scale:
+                raise RuntimeError(
+                    "session.average_gradients() has averaged gradients times the loss scale, and residuals of one "
+                    "step do not fit the scale of another. Call scaler.unscale_(optimizer) before it."
+                )
         else:
             optimizer.unscale()
             headers = self._average(self._sync, [optimizer])

@@ -161,6 +161,12 @@ class Steps:
         if self.begins:
             check.report_late(self._model_state.originals)
         if optimizer.scaled:
+            if self.path.in_backward and self._averager.lacks_scale:
+                raise RuntimeError(
+                    f"{self.plan!r} under a GradScaler: gradients are averaged in backward, times the loss scale, and "
+                    "residuals of one step do not fit the scale of another. Let the session read it: attach(..., "
+                    "scaler=scaler). Or attach to the bare module, which averages unscaled gradients."
+                )
             check.forget()  # the GradScaler decides
         elif check.late:
             flag = check.nonfinite_flag(queue, self._gradients, self.headers.step)

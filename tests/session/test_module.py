@@ -149,7 +149,7 @@ def _scaled(worker: int, text: str, wrapped: bool, unscale: bool) -> tuple[list[
     model = DDP(module) if wrapped else module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=1000)
-    session = laconic.attach(laconic.plan(text), model, optimizer)
+    session = laconic.attach(laconic.plan(text), model, optimizer, scaler=scaler)
     seen, skipped = [], 0
     for step in range(8):
         x, y = batch(worker, step)
@@ -253,8 +253,8 @@ class _Tagger(nn.Module):
         h = self.words(tokens).mean(1)
         if worker == step % 2:  # the other worker has no gradient for it
             h = h + self.bags(tokens % 9)
-        out: Tensor = self.head(torch.tanh(h)).logsumexp(1).mean()
-        return out
+        loss: Tensor = self.head(torch.tanh(h)).logsumexp(1).mean()
+        return loss
 
 
 def _sparse_optimizers(model: _Tagger) -> list[torch.optim.Optimizer]:
