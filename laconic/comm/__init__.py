@@ -2,6 +2,6 @@
 
 from laconic.comm.dry import dry
 from laconic.comm.lockstep import lockstep
-from laconic.comm.requests import Averaged, Exchange, Gather, Mean, Request, State, Tensors
+from laconic.comm.requests import Averaged, Decide, Exchange, Gather, Mean, Request, State, Tensors
 
-__all__ = ["Averaged", "Exchange", "Gather", "Mean", "Request", "State", "Tensors", "dry", "lockstep"]
+__all__ = ["Averaged", "Decide", "Exchange", "Gather", "Mean", "Request", "State", "Tensors", "dry", "lockstep"]

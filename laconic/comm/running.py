@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
-from laconic.comm.requests import Averaged, Exchange, Request
+from laconic.comm.requests import Averaged, Exchange, Request, all_true, operation, payload_bytes
+from laconic.ledger import Ledger
 
 
 @dataclass(eq=False)
@@ -55,6 +59,53 @@ class Running:
     collectives: Generator[Any, None, Tensor] | None = None
     work: Any = None
     launched_s: float = 0.0
+    held: Tensor | None = None
+    """What it has asked `Decide` with: it waits for the flush, and launches nothing more."""
+    answer: Tensor | None = None
+    """The answer to `Decide`, to be sent next."""
+
+    def record(self, ledger: Ledger, workers: int, level: str) -> None:
+        """Write the collective that has ended to the ledger."""
+        assert self.request is not None
+        ledger.record(
+            operation(self.request),
+            payload_bytes(self.request),
+            workers,
+            phase=self.phase,
+            level=level,
+            round_=self.round,
+            step=self.step,
+            seconds=time.perf_counter() - self.launched_s,
+        )
+
+
+class OwnStream:
+    """A CUDA stream for the exchanges of a queue, so that backward goes on meanwhile; futures carry its events."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def of(self, exchanges: Iterable[Running]) -> Iterator[None]:
+        """Work on it for exchanges of CUDA tensors; for all others, do nothing."""
+        values = (value for running in exchanges for value in running.batch.values)
+        device = next((value.device for value in values if value.is_cuda), None)
+        if device is None:
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def decide(held: Sequence[Running], ended: Iterable[Callable[[], Tensor]], void: bool) -> None:
+    """Give all exchanges that have asked `Decide` one answer: whether they and those that have `ended` are finite."""
+    asked = [running.held for running in held if running.held is not None]
+    verdict = torch.zeros_like(asked[0]) if void else all_true([*asked, *(finite() for finite in ended)])
+    for running in held:
+        running.answer, running.held = verdict, None
 
 
 def new_future(value: Tensor) -> Future[Tensor]:
