@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ from laconic.checks.errors import NonFiniteError
 from laconic.checks.outliers import names
 from laconic.codecs.packing import side_by_side
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Exchange, Mean, Request, all_finite
+from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Request, all_finite
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,8 @@ class NonFiniteCheck:
     def watch(self, tensors: Mapping[str, Tensor], average: Callable[[], Exchange]) -> Exchange:
         """Run the exchange that `average` makes of `tensors`, and note which messages and means are finite."""
         if self.policy == "ignore":
-            return (yield from average())
+            unseen = yield from average()
+            return unseen if unseen.decided else replace(unseen, finite=lambda: _finite(tensors))
         share = 1.0
         if self.policy == "exclude":
             share = yield from self._share_of_finite(tensors)
@@ -100,13 +101,18 @@ class NonFiniteCheck:
         own: list[Finding] = []
         means: list[bool] = []
         answer: Tensor | None = None
+        ok: Tensor | None = None
         end: Averaged | None = None
-        while True:
+        while end is None:
             try:
                 request = exchange.send(answer)  # type: ignore[arg-type]  # the first send starts it, with None
             except StopIteration as stop:
                 end = stop.value
-                break
+                continue
+            if isinstance(request, Decide):
+                ok = request.ok.bool()
+                answer = yield request
+                continue
             x = request.x
             on_cpu = isinstance(request, Mean) and x.device.type == "cpu"
             if on_cpu and x.dtype in (torch.float32, torch.float64) and x.numel():
@@ -119,23 +125,24 @@ class NonFiniteCheck:
             else:
                 own.append(_finding(x, tensors, first=not own))
                 answer = yield request
-        assert end is not None
         if share < 1:
-            for t in end.mean.values():
-                t.mul_(1 / share if share else torch.nan)
             logger.warning("gradients: %.0f%% of the workers had NaN or Inf, and were left out.", 100 * (1 - share))
-        finite = all(means) if len(means) == len(own) else end.finite()
+        looked = len(means) == len(own)  # at each message's first number
+        finite = all(means) if looked else end.finite() if ok is None else ok
         self._seen.append(_Observed(own, finite, tuple(tensors)))
-        return end
+        return end if end.decided else replace(end, finite=lambda: torch.as_tensor(finite))
 
     @staticmethod
     def _share_of_finite(tensors: Mapping[str, Tensor]) -> _Share:
-        """Zero this worker's gradients if they are not finite; return the share of workers whose gradients are."""
+        """Return the share of workers whose gradients are finite; let the gradients of the others count as zeros.
+
+        The finite ones are scaled up for that, and not the mean: it also holds residuals.
+        """
         own = _finite(tensors)
         share = float((yield Mean(own.to(torch.float32).reshape(1))))
-        if share < 1 and not bool(own):
+        if 0 < share < 1:
             for t in tensors.values():
-                t.zero_()
+                t.copy_(t / share if bool(own) else torch.zeros_like(t))
         return share
 
     def forget(self) -> None:

@@ -123,6 +123,9 @@ class ShardedPath:
         if not unit.may_sync:
             self._kept_local.update(names)
             return
+        if self._pending and self._pending[-1].backward != backward_id():  # one that failed: its gradients are lost
+            self._pending.clear()
+            self._queue.flush(void=True)
         pieces = unit.cut(flat, [self._model_state.params[name].shape for name in names if name])
         if pieces is None:
             self._average_whole(unit, names, flat)
@@ -156,10 +159,7 @@ class ShardedPath:
         self._queue.flush()
         for each in pending:
             each.future.wait()
-        backward = backward_id()
         for each in reversed(pending):  # a unit may come twice: its gradient is now that of the later one
-            if each.backward != backward:  # of a backward that failed: its gradients are lost
-                continue
             for p, piece, before in zip(each.params, each.pieces, each.before, strict=True):
                 assert p.grad is not None
                 write({"": local_of(p.grad)}, {"": piece})

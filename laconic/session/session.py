@@ -12,7 +12,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -292,9 +291,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
     def __repr__(self) -> str:

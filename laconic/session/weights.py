@@ -24,7 +24,7 @@ from laconic.codecs.packing import in_buckets, in_parts
 from laconic.comm.averaging import average_in_place, write
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Exchange, all_finite
+from laconic.comm.requests import Averaged, Exchange, all_finite, by_itself
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync
 from laconic.session.anchor import Anchor, Anchors
@@ -239,7 +239,7 @@ class WeightSync:
         def exchange() -> Exchange:
             codec = self._chosen(plan.codec, self.levels.world)
             state, reuse = self.model_state.state["weights"], self.commit == "streaming"  # atomic keeps old tensors
-            return (yield from codec.average(self.anchor.deltas(names, zero), state, reuse=reuse))
+            return (yield from by_itself(codec.average(self.anchor.deltas(names, zero), state, reuse=reuse)))
 
         def commit(end: Averaged) -> None:
             if bool(end.finite()):
@@ -255,7 +255,7 @@ class WeightSync:
         codec = self._chosen(plan.codec, queue)
 
         def exchange(deltas: Mapping[str, Tensor]) -> Exchange:
-            end = yield from codec.average(deltas, self.model_state.state["weights"], reuse=True)
+            end = yield from by_itself(codec.average(deltas, self.model_state.state["weights"], reuse=True))
             if bool(end.finite()):
                 fragment.means.append(_scaled(end.mean, scale))
             return end
