@@ -96,7 +96,9 @@ class ModulePath:
             elif p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
             grads[name] = local_of(p.grad)
-        buckets = [{name: grads[name] for name in names} for names in in_buckets(used)]
+        buckets = [
+            {name: grads[name] for name in names} for names in in_buckets({n: model_state.params[n] for n in used})
+        ]
         queue.run_all([self._averager.average(bucket) for bucket in buckets], Payload.GRADIENT)
         for each in sparse:  # sparse again, for optimizers such as SparseAdam
             assert each.grad is not None
@@ -108,7 +110,8 @@ class ModulePath:
         params = list(params)
         lookups: set[int] = set()
         if any(p.grad is None for p in params):
-            lookups = {id(m.weight) for m in self._model.modules() if getattr(m, "sparse", False) is True}
+            tables = [m for m in self._model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+            lookups = {id(table.weight) for table in tables if table.sparse}
         return [p for p in params if (p.grad.is_sparse if p.grad is not None else id(p) in lookups)]
 
     def _header(self, with_gradient: int, optimizers: Sequence[ScaledSteps]) -> Header:
