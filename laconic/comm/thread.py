@@ -25,11 +25,11 @@ class Flush:
 
 
 @dataclass(frozen=True)
-class Stop:
+class EndThread:
     """Ends the thread."""
 
 
-Items: TypeAlias = "queue.SimpleQueue[Running | Flush | Stop]"
+Items: TypeAlias = "queue.SimpleQueue[Running | Flush | EndThread]"
 
 
 def start_thread(collectives: CollectiveQueue, items: Items) -> threading.Thread:
@@ -42,7 +42,7 @@ def start_thread(collectives: CollectiveQueue, items: Items) -> threading.Thread
 
 def end_thread(items: Items, thread: threading.Thread, timeout_s: float = 10) -> bool:
     """End the thread of a queue after what is queued; return whether it has ended."""
-    items.put(Stop())
+    items.put(EndThread())
     if thread is not threading.current_thread():
         thread.join(timeout_s)
     return not thread.is_alive()
@@ -66,7 +66,7 @@ def _serve(collectives: weakref.ref[CollectiveQueue], items: Items) -> None:
                     return
                 continue
             serving = collectives()
-            if isinstance(item, Stop) or serving is None:
+            if isinstance(item, EndThread) or serving is None:
                 return
             serving.serve(item)
             del serving, item

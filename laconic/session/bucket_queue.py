@@ -118,6 +118,11 @@ class BucketViews:
         self._model_state = model_state
         self._known: dict[int, tuple[int, Sequence[Tensor], dict[str, Tensor]]] = {}
 
+    @property
+    def names(self) -> set[str]:
+        """The names of all gradients in the buckets of the last backward."""
+        return {name for _, _, tensors in self._known.values() for name in tensors}
+
     def tensors(self, bucket: GradBucket) -> dict[str, Tensor]:
         """Return the bucket's gradients, by the name of their parameter."""
         params, address = bucket.parameters(), bucket.buffer().data_ptr()

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.checks.agreement import Facts
 from laconic.checks.headers import Headers, PendingHeaders
 from laconic.codecs import Codec
 from laconic.comm.running import resolved
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Level, Sync
 from laconic.session.bucket_queue import BucketQueue, BucketViews
+from laconic.session.buffers import BufferSync
 from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager
 from laconic.session.stop import StepHeaders
@@ -38,18 +40,33 @@ class _Hook:
         self.group: dist.ProcessGroup = ddp.process_group
         # A weak reference: DDP holds its hook, and a cycle through C++ would never be collected.
         self._ddp = weakref.ref(ddp)
-        self._broadcast_buffers = ddp.broadcast_buffers
-        self._now = (True, True)
+        self.broadcasts_buffers: bool = ddp.broadcast_buffers
+        """Whether the user wants the first worker's buffers on all."""
+        self._now = True
 
-    def allow(self, buckets: bool, buffers: bool) -> None:
-        """Set what DDP may send in the next step: its buckets with their bitmap, and the buffers that it broadcasts."""
+    def allow(self, buckets: bool) -> None:
+        """Set whether DDP may send its buckets, with their bitmap, in the next step."""
         ddp = self._ddp()
-        if ddp is None or (buckets, buffers) == self._now:
+        if ddp is None or buckets == self._now:
             return
-        self._now = (buckets, buffers)
-        ddp.broadcast_buffers = buffers and self._broadcast_buffers
+        self._now = buckets
         if not ddp.static_graph:  # which must see every backward: its buckets reach `take`, and stay local there
             ddp.require_backward_grad_sync = buckets
+
+    def start(self, take: TakesBucket) -> None:
+        """Pass buckets to a session, which broadcasts the buffers, too."""
+        ddp = self._ddp()
+        if ddp is not None and self.take is None:
+            self.broadcasts_buffers, ddp.broadcast_buffers = ddp.broadcast_buffers, False
+        self.take = take
+
+    def stop(self) -> None:
+        """Let DDP average gradients and broadcast buffers itself again."""
+        self.take = None
+        self.allow(True)
+        ddp = self._ddp()
+        if ddp is not None:
+            ddp.broadcast_buffers = self.broadcasts_buffers
 
 
 # Without annotations: DDP compares them with its own classes, and here they would be strings.
@@ -94,6 +111,11 @@ class DDPPath:
         self._queues: dict[Level, BucketQueue] = {}
         self._sync: Sync | None = None
         self._headers: PendingHeaders | None = None
+        self._buffer_sync = BufferSync(self._buffers)
+        self._sends_bitmap = ddp.find_unused_parameters and not ddp.static_graph and averager.levels.workers > 1
+        self._bitmap_bytes = 0
+        self._checked: Facts | None = None
+        """The parameters that DDP was found to average."""
 
     def check_plan(self, plan: Plan) -> None:
         """Accept every plan."""
@@ -103,14 +125,14 @@ class DDPPath:
         ddp = self._ddp()
         assert ddp is not None
         self._hook = _hook_of(ddp)
-        self._hook.take = self._take
+        self._hook.start(self._take)
 
     def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
         """Prepare for the next step. Where no gradients are averaged, DDP sends nothing at all."""
         self._averager.begin_step(sync, codec)
         self._sync = sync
         assert self._hook is not None, "install() comes first"
-        self._hook.allow(sync is not None, sync is not None and sync.level is None)
+        self._hook.allow(sync is not None)
 
     def _take(self, bucket: GradBucket) -> Future[Tensor]:
         if self._sync is None:
@@ -119,7 +141,17 @@ class DDPPath:
             self._headers = PendingHeaders(self._averager.levels.world, self._step_headers.stop_header())
         queue = self._queues.get(self._sync.level) or self._queue(self._sync.level)
         tensors = self._views.tensors(bucket)
+        if self._sends_bitmap:
+            self._record_bitmap(len(tensors), bucket.is_last())
         return queue.take(tensors, bucket.buffer(), bucket.is_last(), self._averager.average)
+
+    def _record_bitmap(self, parameters: int, last: bool) -> None:
+        """Record what DDP sends itself in such a backward: for each parameter, whether it was used, as an int32."""
+        self._bitmap_bytes += 4 * parameters
+        if last:
+            world = self._averager.levels.world
+            world.ledger.record("all_reduce", self._bitmap_bytes, world.workers, phase="control")
+            self._bitmap_bytes = 0
 
     def _queue(self, level: Level) -> BucketQueue:
         return self._queues.setdefault(level, BucketQueue(self._averager.levels[level], quiet=True))
@@ -131,7 +163,35 @@ class DDPPath:
     def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
         """Return the headers that were exchanged beside the gradients. DDP's backward has waited for these."""
         headers, self._headers = self._headers, None
+        if self._sync is not None:
+            self._check_parameters()
         return None if headers is None else headers.wait()
+
+    def _check_parameters(self) -> None:
+        """Refuse parameters that are trained, and that DDP does not average."""
+        ddp, model_state = self._ddp(), self._averager.model_state
+        model_state.refresh()
+        if ddp is None or model_state.facts is self._checked:
+            return
+        averaged = self._views.names | ddp.parameters_to_ignore
+        for name, p in model_state.originals.items():
+            if p.grad is not None and name not in averaged:
+                raise RuntimeError(
+                    f"{name} is trained, and DistributedDataParallel does not average it: it was frozen, or was not "
+                    "there, when the DDP model was made. Make the DDP model again, and attach to it."
+                )
+        self._checked = model_state.facts
+
+    def after_optimizer(self) -> None:
+        """Give all workers the first worker's buffers, if DDP would do so before the next forward."""
+        assert self._hook is not None
+        if self._hook.broadcasts_buffers:
+            self._buffer_sync.sync(self._averager.levels.world, self._step_headers.step)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        ddp = self._ddp()
+        assert ddp is not None
+        return {name: b for name, b in ddp.module.named_buffers() if name not in ddp.parameters_to_ignore}
 
     def layout(self) -> dict[str, list[list[str]]]:
         """Return the names of the parameters of each exchange of the last backward, by level."""
@@ -146,8 +206,7 @@ class DDPPath:
     def detach(self) -> None:
         """Let DDP average gradients itself again, unless another session has taken its hook."""
         if self._hook is not None and self._hook.take == self._take:
-            self._hook.take = None
-            self._hook.allow(True, True)
+            self._hook.stop()
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:

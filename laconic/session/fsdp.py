@@ -97,6 +97,9 @@ class ShardedPath:
         """Exchange headers where they are due."""
         return exchange_headers(self._queue, self._headers.stop_header()) if self._headers.stop_due else None
 
+    def after_optimizer(self) -> None:
+        """Do nothing: buffers stay as they are."""
+
     def layout(self) -> dict[str, list[list[str]]]:
         """Return nothing: the layout follows from FSDP's units."""
         return {}

@@ -52,6 +52,10 @@ class GradientPath(Protocol):
         """Return once the gradients of this optimizer are averaged, with the headers that were exchanged for it."""
         ...
 
+    def after_optimizer(self) -> None:
+        """Complete a step whose gradients were averaged: DDP models then get the first worker's buffers."""
+        ...
+
     def layout(self) -> dict[str, list[list[str]]]:
         """Return the names of the parameters that are averaged together, by level: a resumed run repeats them."""
         ...

@@ -40,6 +40,8 @@ class ModelState:
         self.params: dict[str, Tensor] = {}
         self.all_buffers: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
+        self.nonfinite_by_design: set[str] = set()
+        """Buffers that held NaN or Inf when they were first seen, such as masks with -inf."""
         self.name_of: dict[int, str] = {}
         self.devices: dict[str, torch.device] = {}
         self.facts = Facts({})
@@ -75,9 +77,11 @@ class ModelState:
         before, devices = self.originals, self.devices
         self.originals = {name: p for name, p in _by_name(self._model.named_parameters()).items() if id(p) in trained}
         self.params = {name: local_of(p) for name, p in self.originals.items()}
-        buffers = _by_name(self._model.named_buffers())
+        known, buffers = self.buffers, _by_name(self._model.named_buffers())
         self.all_buffers = {f"buffer:{name}": local_of(b) for name, b in buffers.items()}
         self.buffers = {name: b for name, b in self.all_buffers.items() if b.is_floating_point()}
+        new_buffers = {name: b for name, b in self.buffers.items() if name not in known}
+        self.nonfinite_by_design |= {name for name, b in new_buffers.items() if not bool(b.isfinite().all())}
         self.name_of = {id(p): name for name, p in self.originals.items()}
         self.devices = {name: p.device for name, p in self.params.items()}
         shown = parameter_facts(self.originals.items()) | parameter_facts(self.all_buffers.items(), "buffer")

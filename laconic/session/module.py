@@ -122,6 +122,9 @@ class ModulePath:
         whose = " and ".join(str(self._scaled.index(each) + 1) for each in optimizers)
         return replace(header, plan=f"{header.plan} with the gradients of optimizer {whose}")
 
+    def after_optimizer(self) -> None:
+        """Do nothing: buffers stay as they are."""
+
     def layout(self) -> dict[str, list[list[str]]]:
         """Return nothing: the buckets follow from the model."""
         return {}

@@ -196,6 +196,7 @@ class Steps:
                     self.clock = SyncClock(self.step)
                     self._compare_weights(local=True)
         if self._gradient is not None and self._gradient.level is None:
+            self.path.after_optimizer()
             self._compare_weights(local=False)
         self.prepare()
 

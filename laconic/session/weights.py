@@ -148,7 +148,9 @@ class WeightSync:
         """
         params = self.model_state.params
         self._scale, self._excluded = 1.0, False
-        finite = self.nonfinite == "ignore" or bool(all_finite({**params, **watched}))
+        by_design = self.model_state.nonfinite_by_design
+        looked_at = {name: t for name, t in {**params, **watched}.items() if name not in by_design}
+        finite = self.nonfinite == "ignore" or bool(all_finite(looked_at))
         received = exchange_headers(queue, headers.header(finite=finite))
         headers.received(received, among_all=queue is self.levels.world)
         if all(received.finite):

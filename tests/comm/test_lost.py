@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -30,16 +30,16 @@ SOONER = [
 
 
 def _until_lost(
-    worker: int, text: str, wrapped: bool, how: str, options: dict[str, Any]
+    worker: int, text: str, wrapped: bool, how: str, options: dict[str, Any], lost: int = LOST, norm: bool = False
 ) -> tuple[str, list[int], float, Tensor, Tensor]:
-    module = mlp(width=64)
+    module = nn.Sequential(nn.BatchNorm1d(64), mlp(width=64)) if norm else mlp(width=64)
     model = DDP(module) if wrapped else module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stepped: list[Tensor] = []
     optimizer.register_step_post_hook(lambda *_: stepped.append(weights(module)))  # runs before the round
     laconic.attach(laconic.plan(text), model, optimizer, timeout_s=2, **options)
     for step in range(1, 50):
-        if worker == LOST and step == AT:
+        if worker == lost and step == AT:
             {"dies": die, "stands still": stand_still, "dies in it": _die_in_the_round}.get(how, int)()
         x, y = batch(worker, step, width=64)
         F.cross_entropy(model(x), y).backward()
@@ -95,6 +95,17 @@ def test_survivors_are_told_who_is_missing(text, how, wrapped):
         assert f"worker {LOST} did not respond" in said
         if "local" not in text:  # gradients: the optimizer has not stepped
             assert torch.equal(before, after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("how", ["dies", "stands still"])
+def test_with_batch_norm_under_ddp_too(how, lost):
+    """DDP's own broadcast of buffers would wait without end, or raise gloo's error."""
+    results = run_survivors(_until_lost, 3, lost, ("ddp()", True, how, {}, lost, True))
+    for said, missing, *_ in results.values():
+        assert missing == [lost], said
+        assert f"worker {lost} did not respond" in said
 
 
 @pytest.mark.parametrize("workers", [3, pytest.param(4, marks=pytest.mark.slow)])

@@ -173,6 +173,29 @@ def test_parameters_unused_on_some_workers(text, wrapped):
     assert all(untouched for _, untouched in results), "a parameter that nobody used was moved"
 
 
+def _bitmap(worker: int, find_unused: bool) -> tuple[list[int], int]:
+    module = Branches()
+    ddp = DDP(module, find_unused_parameters=find_unused, bucket_cap_mb=0.005)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    session = laconic.attach(laconic.ddp(), ddp, optimizer)
+    for step in range(3):
+        x, y = batch(worker, step)
+        loss = F.cross_entropy(ddp(x, True), y)
+        if not find_unused:
+            loss = loss + 0 * torch.stack([p.sum() for p in module.parameters()]).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    control = [e.payload_bytes for e in session.ledger.entries if e.phase == "control" and e.op == "all_reduce"]
+    return control, len(list(module.parameters()))
+
+
+@pytest.mark.parametrize("find_unused", [True, False])
+def test_ddps_bitmap_of_used_parameters_is_in_the_ledger(find_unused):
+    for entries, parameters in run_workers(_bitmap, 2, (find_unused,)):
+        assert entries == [4 * parameters] * 3 * find_unused
+
+
 @pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
 def test_a_missing_gradient_counts_as_zero(wrapped):
     ours, _ = run_workers(_unused, 3, ("ddp()", wrapped))[0]

@@ -17,6 +17,7 @@ class _Model(nn.Module):
         self.a, self.b = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(4))
         self.register_buffer("statistics", torch.ones(3))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))  # by design
         self.statistics: Tensor
 
 

@@ -1,0 +1,93 @@
+"""Buffers of DDP models: the first worker's on all, after each step in which all workers averaged gradients.
+
+DDP broadcasts buffers itself, before the next forward, on a group of its own: no timeout of ours applies to that wait,
+and its bytes are not in the ledger. So a session takes it over. NaN and Inf do not spread: the first worker says in its
+message whether its buffers are finite; if they are not, all take those of the first worker whose buffers are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from laconic.codecs.packing import in_buckets, pack, unpack
+from laconic.comm.averaging import write
+from laconic.comm.queue import CollectiveQueue
+from laconic.comm.requests import Averaged, Exchange, First, all_finite, true
+
+logger = logging.getLogger(__name__)
+
+
+class BufferSync:
+    """Gives all workers the buffers of one. `buffers` looks them up: modules may rebind theirs at any time."""
+
+    def __init__(self, buffers: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._buffers = buffers
+        # Such as masks with -inf. They differ from what went wrong in that they were so at the start.
+        self._nonfinite_by_design = {name for name, b in buffers().items() if not bool(b.isfinite().all())}
+        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
+        """On a GPU: whether the last broadcast was finite, read a step later, so that no step waits for it."""
+
+    def sync(self, queue: CollectiveQueue, step: int) -> None:
+        """Broadcast from the first worker. All workers call it after the same step."""
+        buckets = _buckets(self._buffers())
+        if queue.workers == 1 or not buckets:
+            return
+        if self._pending is not None:
+            finite, ready = self._pending
+            self._pending = None
+            ready.synchronize()
+            if not bool(finite):
+                self._take_from_first_finite(queue, buckets, step - 1)
+        finite = self._broadcast(queue, buckets, worker=0)
+        if finite.is_cuda:
+            host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+            self._pending = host, ready
+        elif not bool(finite):
+            self._take_from_first_finite(queue, buckets, step)
+
+    def _take_from_first_finite(self, queue: CollectiveQueue, buckets: Sequence[dict[str, Tensor]], step: int) -> None:
+        finite: list[bool] = queue.gather(self._finite(buckets).reshape(1)).flatten().tolist()
+        text = f"step {step}: the buffers of worker 0 have NaN or Inf"
+        if any(finite):
+            logger.warning("%s. All workers take those of worker %d.", text, finite.index(True))
+            self._broadcast(queue, buckets, finite.index(True))
+        else:
+            logger.warning("%s, and so have those of all others. All keep their own.", text)
+
+    def _broadcast(self, queue: CollectiveQueue, buckets: Sequence[dict[str, Tensor]], worker: int) -> Tensor:
+        """Take the buffers of `worker`, unless it says that these are not finite; return what it says."""
+        flats = [pack(bucket) for bucket in buckets]
+        finite = self._finite(buckets).reshape(1).to(queue.device)
+
+        def exchange(index: int) -> Exchange:
+            message = flats[index].view(torch.uint8).to(queue.device)
+            if index == 0:
+                message = torch.cat([message, finite.view(torch.uint8)])
+            got = yield First(message, worker)
+            if index == 0:
+                finite.copy_(got[-1:])
+                got = got[:-1]
+            flats[index] = got.view(flats[index].dtype).to(flats[index].device)
+            return Averaged({}, dict, true)
+
+        queue.run_all([exchange(index) for index in range(len(buckets))], "buffers")
+        for bucket, flat in zip(buckets, flats, strict=True):
+            write(bucket, unpack(torch.where(finite.to(flat.device), flat, pack(bucket)), like=bucket))
+        return finite
+
+    def _finite(self, buckets: Sequence[dict[str, Tensor]]) -> Tensor:
+        each = {name: b for bucket in buckets for name, b in bucket.items() if b.is_floating_point()}
+        return all_finite({name: b for name, b in each.items() if name not in self._nonfinite_by_design})
+
+
+def _buckets(buffers: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Group buffers by dtype and device; complex ones as pairs of real numbers."""
+    # `data`: as with DDP's own broadcast, a graph that still needs the old values is not told that they changed.
+    real = {name: torch.view_as_real(b.data) if b.is_complex() else b.data for name, b in buffers.items() if b.numel()}
+    return [{name: real[name] for name in names} for names in in_buckets(real)]
