@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import multiprocessing
 import os
 import pickle
@@ -113,6 +114,7 @@ def _serve(worker: int, workers: int, store: str, pipe: Connection) -> None:
     """Run one operation after the other until the pipe is closed."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    logging.getLogger("laconic").setLevel(logging.ERROR)  # warnings of NaN are what we ask for
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import laconic
 from tests.property.nets import Net, learning_rate, loss_of, optimizer_of
+from tests.property.open import OPEN
 from tests.property.plans import PLANS
 from tests.property.programs import Setup, StepOptions
 from tests.property.wire import Wire
@@ -85,6 +86,8 @@ class Trainer:
         self._ddp_before = self._ddp_sequence()
         self.wire.sent, self.wire.collectives = 0.0, 0
         self.session = laconic.attach(PLANS[plan].plan, self.model, self.optimizers, timeout_s=8)
+        if "initial_broadcast" in OPEN:
+            self.wire.sent = self.session.ledger.wire_bytes
         self.handles = [each.register_step_pre_hook(self._note_delivered) for each in self.optimizers]
 
     def detach(self) -> None:
@@ -103,13 +106,14 @@ class Trainer:
         hook = None
         if nan is not None and nan.parameter is not None:
             p = self.net.get_parameter(nan.parameter)
-            hook = p.register_hook(lambda gradient: torch.full_like(gradient, torch.nan))
+            if p.requires_grad:
+                hook = p.register_hook(lambda gradient: torch.full_like(gradient, torch.nan))
         for part in range(options.parts):
             last = part == options.parts - 1
             with self.model.no_sync() if isinstance(self.model, DDP) and not last else contextlib.nullcontext():
                 branch = options.branch[self.worker]
                 loss = loss_of(self.model, self.setup.seed, self.worker, number, part, branch, torch.float32)
-                loss = loss / options.parts * (torch.nan if nan is not None and hook is None else 1.0)
+                loss = loss / options.parts * (torch.nan if nan is not None and nan.parameter is None else 1.0)
                 self.scaler.scale(loss).backward()
         if hook is not None:
             hook.remove()
@@ -156,15 +160,17 @@ class Trainer:
         plan = self.session.plan
         name = next(name for name, known in PLANS.items() if known.plan == plan)
         frozen = [name for name, p in self.net.named_parameters() if not p.requires_grad]
+        added = self.net.added is not None
         self.detach()
         self._make(self.setup.seed + 1000)
+        if added:
+            self._add()
         for parameter, p in self.net.named_parameters():
             p.requires_grad_(parameter not in frozen)
-        parts = [self.net, *self.optimizers, *self.schedulers, self.scaler]
-        for part, state in zip(parts, saved, strict=False):
-            part.load_state_dict(state)
         self._attach(name)
-        self.session.load_state_dict(saved[-1])
+        parts = [self.net, *self.optimizers, *self.schedulers, self.scaler, self.session]
+        for part, state in zip(parts, saved, strict=True):
+            part.load_state_dict(state)
         return self.report()
 
     def change(self, plan: str) -> Report:
@@ -208,10 +214,13 @@ class Trainer:
 
     def add(self) -> Report:
         """Add a layer, and its parameters to the last optimizer."""
+        self._add()
+        return self.report()
+
+    def _add(self) -> None:
         self.net.add(self.setup.seed)
         assert self.net.added is not None
         self.optimizers[-1].add_param_group({"params": list(self.net.added.parameters())})
-        return self.report()
 
     def report(self) -> Report:
         """Say what this worker holds."""
