@@ -45,10 +45,11 @@ def _check_close(oracle: Oracle, reports: Sequence[Report]) -> None:
 
 def _compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> None:
     for name, t in expected.items():
+        t = t.detach()
         have = found[name].to(t.dtype)
         tolerance = HALF_TOLERANCE if found[name].dtype.itemsize < 4 else TOLERANCE
-        scale = max(1.0, float(t.detach().abs().nan_to_num().max()))
-        close = torch.isclose(have, t.detach(), rtol=0, atol=tolerance * scale, equal_nan=True)
+        scale = max(1.0, float(t.abs().nan_to_num().max()))
+        close = torch.isclose(have, t, rtol=0, atol=tolerance * scale, equal_nan=True)
         assert bool(close.all()), (
             f"{what} {name}: off by {float((have - t).abs().max()):.3g} (largest {scale:.3g}); "
             f"finite: {bool(have.isfinite().all())}, and should be: {bool(t.isfinite().all())}"

@@ -54,10 +54,11 @@ class Training(RuleBasedStateMachine):
         """Make the model, and attach the plan."""
         self.setup, self.plan = setup, setup.plan
         self.oracle = Oracle(setup)
+        self.scales_differ = self.local_steps = False
         self.added, self.trained_at_first = False, len(self.oracle.trained())
         self._checked(self._call("attach", setup=setup))
 
-    def _call(self, operation: str, **arguments: Any) -> list[Report]:
+    def _call(self, operation: str, **arguments: Any) -> list[Any]:
         pool = self.pools.setdefault(self.setup.workers, Pool(self.setup.workers))
         replies = pool.call(operation, **arguments)
         errors = {reply.error for reply in replies}
@@ -83,6 +84,8 @@ class Training(RuleBasedStateMachine):
         """Take one step."""
         gradients = not self._local() or self.oracle.known.group is not None
         options = open_options(options, self.setup, self.plan, gradients, self._sound())
+        self.local_steps |= self._local()
+        self.scales_differ |= options.nan is not None and not gradients and self.setup.amp
         reports = self._call("step", number=self.oracle.number + 1, options=options)
         seen = self.oracle.step(options, reports)
         check_delivered(seen, reports)
@@ -91,14 +94,25 @@ class Training(RuleBasedStateMachine):
     @rule(plan=st.sampled_from(tuple(PLANS)))
     def change(self, plan: str) -> None:
         """Go on under another plan."""
-        if ("freeze_local" in OPEN and PLANS[plan].local or "unused_feedback" in OPEN and PLANS[plan].lossy) and len(self.oracle.trained()) < self.trained_at_first:
-            return
-        if not PLANS[plan].fits(self.setup.workers) or ("nan_average_weights" in OPEN and not self._sound()):
+        if not PLANS[plan].fits(self.setup.workers) or self._change_is_open(plan):
             return
         reports = self._call("change", plan=plan)
         self.plan = plan
         self.oracle.change(plan)
         self._checked(reports)
+
+    def _change_is_open(self, plan: str) -> bool:
+        known, ddp = PLANS[plan], self.setup.wrap == "ddp"
+        fewer = len(self.oracle.trained()) < self.trained_at_first
+        return (
+            ("nan_average_weights" in OPEN and not self._sound())
+            or ("freeze_local" in OPEN and known.local and fewer)
+            or ("unused_feedback" in OPEN and bool(known.lossy) and fewer)
+            or ("amp_feedback" in OPEN and bool(known.lossy) and ddp and self.setup.amp)
+            or ("change_moments" in OPEN and self.local_steps and not known.local)
+            or ("change_unused" in OPEN and ddp and self.local_steps and "branch" in self.setup.features)
+            or ("amp_scales" in OPEN and ddp and self.scales_differ)
+        )
 
     @rule()
     def resume(self) -> None:
@@ -157,6 +171,13 @@ class Training(RuleBasedStateMachine):
             optimizer.add_param_group({"params": list(net.added.parameters())})
         self.added = True
         self._checked(self._call("add"))
+
+    @precondition(lambda self: "refused" not in OPEN and self.setup.workers > 1)
+    @rule(kind=st.sampled_from(("plan", "groups", "fragments")))
+    def refused(self, kind: str) -> None:
+        """Attach to another model what cannot be right: refused on all workers, which can train without a session."""
+        found = {str(reply) for reply in self._call("refused", kind=kind)}
+        assert len(found) == 1 and found != {""}, f"refused differently, or not at all: {sorted(found)}"
 
     def teardown(self) -> None:
         """Leave the pool clean."""

@@ -22,7 +22,7 @@ class Net(nn.Module):
     def __init__(self, features: frozenset[str], seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.first = nn.Linear(8, WIDTH)
+        self.first = nn.Linear(8, WIDTH, bias="batch_norm" not in features)  # which would take it out again
         self.norm = nn.BatchNorm1d(WIDTH) if "batch_norm" in features else nn.Identity()
         self.mid = nn.Linear(WIDTH, WIDTH)
         self.again = nn.Linear(WIDTH, WIDTH)
@@ -97,5 +97,6 @@ def clip(gradients: Iterable[Tensor], limit: float) -> None:
     """Clip by global norm, as `clip_grad_norm_` does."""
     some = list(gradients)
     norm = math.sqrt(sum(float(g.abs().pow(2).sum()) for g in some))
+    factor = limit / (norm + 1e-6)
     for g in some:
-        g.mul_(min(1.0, limit / (norm + 1e-6)))
+        g.mul_(1.0 if factor > 1 else factor)  # NaN stays NaN

@@ -16,6 +16,7 @@ OPEN: dict[str, str] = {
     "reversed": "two optimizers that step in another order than they were given in",
     "nan_average_weights": "NaN weights on one worker when `average_weights()` or `change()` is called",
     "nan_buffers": "NaN buffers on one worker",
+    "nan_buffers_kept": "NaN weights on one worker, where buffers are the first worker's or stay as they are",
     "nan_moments": "NaN weights on one worker when moments are averaged",
     "nan_streaming": "NaN weights on one worker, in fragments or with a delay",
     "nan_parameter_feedback": "NaN in one of several buckets, with error feedback under DDP",
@@ -23,9 +24,13 @@ OPEN: dict[str, str] = {
     "amp_feedback": "a loss scale that changes, with error feedback under DDP",
     "amp_clip_nan": "clipping, a GradScaler and Inf on one worker, on a bare module",
     "amp_split": "a GradScaler and two optimizers on a bare module",
+    "amp_scales": "workers whose loss scales differ after local steps average gradients under DDP",
+    "change_moments": "after local steps, moments differ, and a plan that averages gradients lets workers part",
+    "change_unused": "under DDP, a change from local steps to averaged gradients, with parameters that are not used",
     "freeze_local": "parameters that are frozen between two rounds, while workers hold different weights",
     "fp16_low_rank": "fp16 parameters sent as low-rank factors",
     "complex": "complex parameters",
+    "refused": "an error of `attach` leaves hooks behind, or comes only in training",
     "qsr_resume": "a resumed `qsr`",
     "batch_norm_ddp": "DDP broadcasts buffers itself",
 }
@@ -64,6 +69,8 @@ def open_options(options: StepOptions, setup: Setup, plan: str, gradients: bool,
         elif local and known.fragments and (known.fragments > 1 or known.delay) and "nan_streaming" in OPEN:
             nan = None
         elif local and known.plan.optimizer_state == "average" and "nan_moments" in OPEN:
+            nan = None
+        elif local and known.plan.buffers != "average" and "nan_buffers_kept" in OPEN:
             nan = None
         elif nan.parameter and setup.wrap == "ddp" and known.lossy and "nan_parameter_feedback" in OPEN:
             nan = replace(nan, parameter=None)

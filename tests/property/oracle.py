@@ -118,9 +118,11 @@ class Oracle:
 
     def _mean_gradient(self, own: list[Gradients], members: range, reports: Sequence[Report]) -> Gradients | None:
         """Average; a gradient that only some workers have counts as zero on the others. None: no worker steps."""
-        names = [name for name in self.trained() if any(name in own[worker] for worker in members)]
+        users = range(self.workers) if self.setup.wrap == "ddp" else members  # DDP asks all workers what is used
+        names = [name for name in self.trained() if any(name in own[worker] for worker in users)]
         mean = {
-            name: sum((own[worker][name] for worker in members if name in own[worker]), torch.zeros(())) / len(members)
+            name: sum((own[w][name] for w in members if name in own[w]), torch.zeros_like(self.trained()[name].data))
+            / len(members)
             for name in names
         }
         if not _finite(mean.values()):
@@ -182,7 +184,12 @@ class Oracle:
         if self.known.lossy and self.workers > 1:
             after = {name: reports[0].weights[name].to(d.dtype) for name, d in delta.items()}
             delivered = self._delivered(after)
-            self.kept.add(delta, delivered, exact=len(sound) == self.workers)
+            whole = [name for name in delta if reports[0].weights[name].dtype.itemsize >= 4]  # others are rounded
+            self.kept.add(
+                {name: delta[name] for name in whole},
+                {name: delivered[name] for name in whole},
+                exact=len(sound) == self.workers,
+            )
             delta = delivered
         if self.known.delay:
             self.flights.append(Flight(self.number + self.known.delay, delta))
@@ -215,7 +222,7 @@ class Oracle:
             if plan.buffers == "average" and first.is_floating_point():
                 mean = sum((buffers[w][name] for w in sound), torch.zeros(())) / len(sound)
             elif plan.buffers == "leader":
-                mean = first.clone()
+                mean = buffers[sound[0]][name].clone()
             else:
                 continue
             for worker in members:
@@ -262,8 +269,6 @@ class Oracle:
         for net, report in zip(self.nets, reports, strict=True):
             for name, p in net.named_parameters():
                 p.data = report.weights[name].to(p.dtype)
-        if self.anchor is not None and self.known.lossy and self.since == self.number:
-            self.anchor = {name: p.detach().clone() for name, p in self.trained().items()}
 
 
 def _finite(tensors: Iterable[Tensor]) -> bool:

@@ -222,6 +222,24 @@ class Trainer:
         assert self.net.added is not None
         self.optimizers[-1].add_param_group({"params": list(self.net.added.parameters())})
 
+    def refused(self, kind: str) -> str:
+        """Attach what cannot be right to another model; return the error's class. The optimizer must work after it."""
+        net = Net(frozenset(), seed=0)
+        optimizer = optimizer_of("sgd", net.parameters())
+        plan = laconic.power_sgd(rank=1 + (self.worker == 0))
+        if kind == "groups":
+            plan = laconic.post_local_sgd(group=5)
+        elif kind == "fragments":
+            plan = laconic.streaming_diloco(period=50, fragments=40)
+        error = ""
+        try:
+            laconic.attach(plan, net, optimizer, timeout_s=8).detach()
+        except Exception as raised:
+            error = type(raised).__name__
+        loss_of(net, 0, self.worker, 0, 0, False, torch.float32).backward()
+        optimizer.step()
+        return error
+
     def report(self) -> Report:
         """Say what this worker holds."""
         session = self.session
