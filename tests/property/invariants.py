@@ -80,3 +80,15 @@ def _check_bytes(oracle: Oracle, reports: Sequence[Report]) -> None:
         assert off <= allowed, (
             f"worker {worker}: the ledger has {report.ledger_bytes} bytes, and {report.wire_bytes:.0f} were sent"
         )
+        _check_ddp(oracle, report, worker)
+
+
+def _check_ddp(oracle: Oracle, report: Report, worker: int) -> None:
+    """DDP itself sends nothing but its bucket layout, once, and which parameters were used where it must ask that."""
+    allowed = 0
+    if oracle.setup.wrap == "ddp" and oracle.workers > 1:
+        allowed = 2 + (oracle.averaged_steps if "branch" in oracle.setup.features else 0)
+    if oracle.workers > 1:
+        assert report.ddp_collectives <= allowed, (
+            f"worker {worker}: {report.ddp_collectives} collectives outside the ledger, and at most {allowed} are DDP's"
+        )

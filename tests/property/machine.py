@@ -35,9 +35,7 @@ setups = st.builds(
 ).map(open_setup)
 nans = st.none() | st.none() | st.builds(Nan, st.integers(0, 3), st.none() | st.sampled_from(PARAMETERS))
 branches = st.sampled_from(((True,) * 4, (True, False, True, True), (False, True, False, False), (False,) * 4))
-steps = st.builds(
-    StepOptions, st.sampled_from((1, 1, 2, 3)), st.none() | st.sampled_from((0.2, 1.0)), branches, nans
-)
+steps = st.builds(StepOptions, st.sampled_from((1, 1, 2, 3)), st.none() | st.sampled_from((0.2, 1.0)), branches, nans)
 
 
 class Training(RuleBasedStateMachine):
@@ -79,9 +77,22 @@ class Training(RuleBasedStateMachine):
     def _local(self) -> bool:
         return self.oracle.known.local and self.oracle.number + 1 >= self.oracle.known.start
 
+    def _apart(self) -> bool:
+        """Whether local steps have made the workers' weights different since the last round."""
+        return self._local() and self.oracle.since < self.oracle.number
+
     @rule(options=steps)
     def step(self, options: StepOptions) -> None:
         """Take one step."""
+        self._step(options)
+
+    @rule(count=st.integers(1, 4))
+    def plain_steps(self, count: int) -> None:
+        """Take some steps in which nothing special happens."""
+        for _ in range(count):
+            self._step(StepOptions())
+
+    def _step(self, options: StepOptions) -> None:
         gradients = not self._local() or self.oracle.known.group is not None
         options = open_options(options, self.setup, self.plan, gradients, self._sound())
         self.local_steps |= self._local()
@@ -119,6 +130,7 @@ class Training(RuleBasedStateMachine):
         """Save, make everything anew, and load."""
         if "qsr_resume" in OPEN and self.oracle.known.growth:
             return
+        self.oracle.averaged_steps = 0
         self._checked(self._call("resume"))
 
     @rule()
@@ -135,12 +147,28 @@ class Training(RuleBasedStateMachine):
         """Let a weight of one worker become NaN between two synchronisations."""
         worker %= self.setup.workers
         options = StepOptions(nan=Nan(worker))
-        if not self._local() or self.oracle.known.group or self.setup.amp or not self._sound():
+        if not self._apart() or self.oracle.known.group or self.setup.amp or not self._sound():
             return
         if open_options(options, self.setup, self.plan, False, True).nan is None:
             return
         self.oracle.nets[worker].get_parameter(name).data.view(-1)[0] = torch.nan
         self._checked(self._call("poison", worker=worker, name=name))
+
+    @precondition(lambda self: "nan_buffers" not in OPEN and "batch_norm" in self.setup.features)
+    @rule(worker=st.integers(0, 3))
+    def poison_buffer(self, worker: int) -> None:
+        """Let a buffer of one worker become NaN between two synchronisations."""
+        worker %= self.setup.workers
+        if self._apart() and self._sound() and self.setup.workers > 1:
+            self.oracle.nets[worker].get_buffer("norm.running_mean")[0] = torch.nan
+            self._checked(self._call("poison", worker=worker, name="norm.running_mean"))
+
+    @precondition(lambda self: "load" not in OPEN and not self.oracle.flights)
+    @rule(factor=st.sampled_from((1.0, 0.5)))
+    def load(self, factor: float) -> None:
+        """Load other weights on all workers."""
+        self.oracle.load(factor)
+        self._checked(self._call("load", factor=factor))
 
     @precondition(lambda self: "rebind" not in OPEN and self.setup.wrap == "bare")
     @rule()
@@ -155,7 +183,8 @@ class Training(RuleBasedStateMachine):
         module = self.oracle.nets[0].get_submodule(name)
         if "unfreeze" in OPEN and trained and not all(p.requires_grad for p in module.parameters()):
             return
-        if "freeze_local" in OPEN and self.oracle.known.local or "unused_feedback" in OPEN and self.oracle.known.lossy:
+        known = self.oracle.known
+        if ("freeze_local" in OPEN and known.local) or ("unused_feedback" in OPEN and known.lossy):
             return
         for net in self.oracle.nets:
             net.get_submodule(name).requires_grad_(trained)

@@ -72,7 +72,7 @@ def loss_of(model: nn.Module, seed: int, worker: int, step: int, part: int, bran
 def wide(net: Net) -> Net:
     """Turn a model to fp64, complex parameters to complex128."""
     for module in net.modules():
-        for name, p in module.named_parameters(recurse=False):
+        for p in module.parameters(recurse=False):
             kind = torch.complex128 if p.is_complex() else torch.float64
             p.data = p.data.to(kind)
         for name, b in module.named_buffers(recurse=False):

@@ -37,6 +37,8 @@ class Oracle:
     number: int = 0
     since: int = 0
     lr: float = 0.0
+    averaged_steps: int = 0
+    """Steps since `attach` in which gradients were averaged."""
     anchor: Gradients | None = None
     velocity: Gradients = field(default_factory=dict)
     flights: list[Flight] = field(default_factory=list)
@@ -75,6 +77,7 @@ class Oracle:
         averages = self.known.averages(self.number, self.since, self.lr, self.workers)
         if self.setup.wrap == "ddp" and (not self.known.local or self.number < self.known.start):
             self._share_buffers()
+        self.averaged_steps += any(average.what == "gradient" for average in averages)
         own = [self._gradients(worker, options) for worker in range(self.workers)]
         seen: list[Gradients | None] = [dict(each) for each in own]
         for average in averages:
@@ -218,6 +221,7 @@ class Oracle:
         """Average buffers and moments as the plan has it."""
         plan = self.known.plan
         buffers = [dict(self.nets[w].named_buffers()) for w in range(self.workers)]
+        sound = [w for w in sound if _finite(buffers[w].values())]
         for name, first in buffers[members[0]].items():
             if plan.buffers == "average" and first.is_floating_point():
                 mean = sum((buffers[w][name] for w in sound), torch.zeros(())) / len(sound)
@@ -253,6 +257,7 @@ class Oracle:
             sound = [w for w in range(self.workers) if _finite(self.trained(w).values())]
             self._replace(self._means(list(self.trained()), sound), range(self.workers))
             buffers = [dict(net.named_buffers()) for net in self.nets]
+            sound = [w for w in sound if _finite(buffers[w].values())]
             for name, b in buffers[0].items():
                 if b.is_floating_point():
                     mean = sum((buffers[w][name] for w in sound), torch.zeros(())) / len(sound)
@@ -263,6 +268,16 @@ class Oracle:
         """Go on under another plan."""
         self.average_weights()
         self.begin(plan)
+
+    def load(self, factor: float) -> None:
+        """Load other weights, the same on every worker: those of a new model, scaled."""
+        for net in self.nets:
+            state = wide(Net(self.setup.features, self.setup.seed)).state_dict()
+            net.load_state_dict(
+                {name: t * factor if name.endswith("weight") else t for name, t in state.items()}, strict=False
+            )
+        self.anchor = None
+        self._set_anchor()
 
     def take_over(self, reports: Sequence[Report]) -> None:
         """Go on from the weights that the workers hold, which were compared."""

@@ -39,4 +39,6 @@ def test_fresh_trainings_every_night():
     number = random.SystemRandom().randrange(1 << 32)
     print(f"seed {number}")  # noqa: T201
     fresh = seed(number)(type("Fresh", (Training,), {}))
-    run_state_machine_as_test(fresh, settings=settings(COMMON, max_examples=1000, phases=(Phase.generate, Phase.shrink)))
+    run_state_machine_as_test(
+        fresh, settings=settings(COMMON, max_examples=1000, phases=(Phase.generate, Phase.shrink))
+    )

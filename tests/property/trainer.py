@@ -259,8 +259,8 @@ class Trainer:
         )
 
     def _ddp_sequence(self) -> int:
-        assert dist.group.WORLD is not None
-        number: int = dist.group.WORLD._get_sequence_number_for_group()
+        group: Any = dist.group.WORLD
+        number: int = group._get_sequence_number_for_group()
         return number
 
 

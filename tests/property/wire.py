@@ -15,12 +15,13 @@ class Wire:
     def __init__(self) -> None:
         self.sent = 0.0
         self.collectives = 0
-        for name, count in {
+        counts: dict[str, Callable[..., float]] = {
             "all_reduce": self._all_reduce,
             "all_gather": self._all_gather,
             "broadcast": self._broadcast,
             "all_to_all_single": self._all_to_all_single,
-        }.items():
+        }
+        for name, count in counts.items():
             setattr(dist, name, self._counting(getattr(dist, name), count))
         for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "reduce", "gather", "scatter", "send"):
             setattr(dist, name, _unexpected(name))
