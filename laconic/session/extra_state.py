@@ -21,14 +21,13 @@ class ExtraState:
         self._model_state = model_state
         self._optimizers = list(optimizers)
 
-    def buffers(self, plan: Plan) -> dict[str, Tensor]:
-        """Return the buffers that are averaged."""
-        return dict(self._model_state.buffers) if plan.buffers == "average" else {}
+    def of(self, plan: Plan) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        """Return the buffers and this worker's moments that the plan averages."""
+        buffers = dict(self._model_state.buffers) if plan.buffers == "average" else {}
+        return buffers, self.moments() if plan.optimizer_state == "average" else {}
 
-    def moments(self, plan: Plan) -> dict[str, dict[str, Tensor]]:
-        """Return this worker's moments that may be averaged, by parameter: those of its shape."""
-        if plan.optimizer_state != "average":
-            return {}
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """Return this worker's moments by parameter: what has its shape."""
         found: dict[str, dict[str, Tensor]] = {name: {} for name in self._model_state.originals}
         for name, p in self._model_state.originals.items():
             for optimizer in self._optimizers:
@@ -45,6 +44,16 @@ class ExtraState:
             here = queue.run(_mean(here.to(queue.device)), "control").mean[""]
         everywhere = [name for name, share in zip(moments, here.tolist(), strict=True) if share == 1]
         return {key: t for name in everywhere for key, t in moments[name].items()}
+
+    def equal_counters(self, names: Iterable[str], queue: CollectiveQueue) -> None:
+        """Set the counters that optimizers keep for these parameters, such as Adam's steps, to the largest."""
+        params = [self._model_state.originals[name] for name in names]
+        states = [optimizer.state.get(p, {}) for p in params if p.dim() for optimizer in self._optimizers]
+        counters = [t for state in states for t in state.values() if isinstance(t, Tensor) and t.dim() == 0]
+        if counters:
+            rows = queue.gather(torch.tensor([float(t) for t in counters], dtype=torch.float64))
+            for t, value in zip(counters, rows.amax(0).tolist(), strict=True):
+                t.fill_(value)
 
     def reset_optimizers(self, names: Iterable[str]) -> None:
         """Drop the optimizer state of these parameters."""

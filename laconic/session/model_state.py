@@ -175,6 +175,11 @@ def copied(tree: Any, devices: Mapping[str, torch.device] = MappingProxyType({})
     return tree
 
 
+def same_tensors(tree: Any) -> Any:
+    """Copy a tree of dicts, but not the tensors in it."""
+    return {key: same_tensors(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
+
+
 def without(tree: Any, names: Iterable[str]) -> Any:
     """Copy a tree of dicts without the keys `names`, at any depth, and without caches."""
     if isinstance(tree, Mapping):

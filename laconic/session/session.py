@@ -186,7 +186,8 @@ class Session:
     def change(self, plan: Plan) -> None:
         """Go on with another plan from the next step. Every worker calls it after the same step.
 
-        Weights that local steps have made different are averaged first; residuals of the old codec are dropped.
+        Weights that local steps have made different are averaged first, and so are the optimizers' moments if the new
+        plan averages gradients; residuals of the old codec are dropped.
         """
         if not isinstance(plan, Plan):
             raise TypeError(f"change({plan!r}): a Plan is needed, such as laconic.power_sgd(rank=4).")

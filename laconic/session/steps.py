@@ -203,18 +203,19 @@ class Steps:
     def _compare_weights(self, local: bool) -> None:
         self.divergence.after_sync(self.levels.world, self._model_state.params, local, self.step)
 
-    def average_weights(self) -> None:
-        """Average the weights of all workers, where local steps have made them different."""
+    def average_weights(self, optimizers: bool = False) -> None:
+        """Average the weights of all workers, where local steps have made them different, and the optimizers' state."""
         self.weights.settle(self.plan, step=sys.maxsize)
-        if self.plan.local and self.step >= self.plan.schedule.start and self.clock.since != self.step:
-            self.weights.average_all(self.headers)
+        if self.plan.local and self.step >= self.plan.schedule.start and (optimizers or self.clock.since != self.step):
+            self.weights.average_all(self.headers, optimizers)
 
     def change(self, plan: Plan) -> None:
         """Go on with another plan. Residuals of the old codec are dropped."""
         self.levels.prepare(plan.levels)
-        self.average_weights()
-        self.plan = plan
-        self.clock = SyncClock(since=max(self.step, plan.schedule.start - 1))
+        clock = SyncClock(since=max(self.step, plan.schedule.start - 1))
+        # Equal gradients move weights alike only if the optimizers' moments are equal, too.
+        self.average_weights(optimizers=any(s.payload is Payload.GRADIENT for s in plan.syncs_at(self.step + 1, clock)))
+        self.plan, self.clock = plan, clock
         self._model_state.reset()
         self.weights.forget()
         self.prepare()

@@ -29,7 +29,7 @@ from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync
 from laconic.session.anchor import Anchor, Anchors
 from laconic.session.extra_state import ExtraState
-from laconic.session.model_state import ModelState, copied, of_worker
+from laconic.session.model_state import ModelState, copied, of_worker, same_tensors
 from laconic.session.stop import StepHeaders
 
 Commit: TypeAlias = Literal["streaming", "atomic"]
@@ -101,7 +101,7 @@ class WeightSync:
         names = self._names(plan, sync)
         first = sync.part in (None, 0)
         anchored = plan.needs_anchor and plan.is_outermost(sync)
-        buffers, moments = (self._extras.buffers(plan), self._extras.moments(plan)) if first else ({}, {})
+        buffers, moments = self._extras.of(plan) if first else ({}, {})
         extra = {**buffers, **{key: t for each in moments.values() for key, t in each.items()}}
         watched = extra | self.model_state.buffers if first and plan.buffers == "leader" else extra
         finite = self._exchange_headers(queue, extra, watched, headers, anchored)
@@ -173,12 +173,17 @@ class WeightSync:
                 self.anchor.move(plan.outer, mean, plan.schedule.mix)
             del self._in_flight[0]
 
-    def average_all(self, headers: StepHeaders) -> None:
-        """Average all weights and buffers exactly, whatever the plan."""
+    def average_all(self, headers: StepHeaders, optimizers: bool) -> None:
+        """Average all weights and buffers exactly, whatever the plan, and the state of the optimizers if asked."""
         self.model_state.refresh()
-        buffers = self.model_state.buffers
-        self._exchange_headers(self.levels.world, buffers, buffers, headers, anchored=False)
-        self._average(self.levels.world, {**self.model_state.params, **buffers})
+        buffers, moments = self.model_state.buffers, self._extras.moments() if optimizers else {}
+        extra = {**buffers, **{key: t for each in moments.values() for key, t in each.items()}}
+        self._exchange_headers(self.levels.world, extra, extra, headers, anchored=False)
+        common = self._extras.common(moments, self.levels.world)
+        self._average(self.levels.world, {**self.model_state.params, **buffers, **common})
+        shared = {name for name, each in moments.items() if each and common.keys() >= each.keys()}
+        self._extras.reset_optimizers(name for name in moments if name not in shared)
+        self._extras.equal_counters((name for name in moments if name in shared), self.levels.world)
         self.model_state.unsynced.clear()
 
     def forget(self) -> None:
@@ -222,7 +227,7 @@ class WeightSync:
                 ends[index] = None
             return end
 
-        before = _same_tensors(self.model_state.state["weights"]) if atomic else None
+        before = same_tensors(self.model_state.state["weights"]) if atomic else None
         try:
             queue.run_all([run(index, job) for index, job in enumerate(jobs)], Payload.WEIGHTS)
         except BaseException:
@@ -289,11 +294,6 @@ def _scaled(mean: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
 
 def _writing(tensors: Mapping[str, Tensor]) -> Callable[[Averaged], None]:
     return lambda end: write(tensors, end.mean)
-
-
-def _same_tensors(tree: Any) -> Any:
-    """Copy a tree of dicts, but not the tensors in it."""
-    return {key: _same_tensors(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
 
 
 def _split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

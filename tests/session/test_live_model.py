@@ -254,6 +254,21 @@ def test_complex_parameters_in_ddp():
     assert (one - torch.view_as_real(start)).abs().min() > 0
 
 
+def _moments_after_change(worker: int, steps: int) -> Tensor:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    session = laconic.attach(laconic.plan("Plan(schedule=Every(4))"), model, optimizer, verify_every=1)
+    _train(model, optimizer, worker, range(steps))
+    session.change(laconic.ddp())
+    _train(model, optimizer, worker, range(steps, 8))
+    return weights(model)
+
+
+@pytest.mark.parametrize("steps", [4, 6])
+def test_moments_are_equal_when_gradients_are_averaged_after_local_steps(steps):
+    assert_equal_bits(run_workers(_moments_after_change, 2, (steps,)))
+
+
 # What is refused.
 
 
