@@ -8,7 +8,6 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from laconic.torch_private.distributed import ordered_by_stream
 from laconic.values import is_whole
 
 Barrier: TypeAlias = Callable[[], object] | dist.ProcessGroup | None
@@ -45,7 +44,7 @@ def lowest_and_highest(value: int) -> tuple[int, int]:
     """Compare a value with those of the other workers."""
     if not _is_distributed():
         return value, value
-    assert dist.group.WORLD is not None
-    ends = torch.tensor([value, -value], device="cuda" if ordered_by_stream(dist.group.WORLD) else "cpu")
+    has_cpu = "cpu:" in dist.get_backend_config()  # such as "cpu:gloo,cuda:nccl"; a group may have several backends
+    ends = torch.tensor([value, -value], device="cpu" if has_cpu else "cuda")
     dist.all_reduce(ends, dist.ReduceOp.MIN)
     return int(ends[0]), -int(ends[1])

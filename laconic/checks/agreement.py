@@ -10,36 +10,71 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laconic.checks.errors import DisagreementError
 from laconic.checks.outliers import outliers
 from laconic.comm.queue import CollectiveQueue
 
 
+@dataclass(frozen=True)
+class Facts:
+    """Facts that one worker states, and their digest: equal for equal facts."""
+
+    stated: Mapping[str, object]
+
+    @cached_property
+    def text(self) -> str:
+        """The facts as JSON."""
+        return json.dumps([[label, str(value)] for label, value in self.stated.items()])
+
+    @cached_property
+    def digest(self) -> int:
+        """A digest of 64 bits."""
+        return digest_of(self.text)
+
+
+def digest_of(text: str) -> int:
+    """Return 64 bits of a text's SHA-256, as a signed number."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], signed=True)
+
+
 def agree(queue: CollectiveQueue, what: str, facts: Mapping[str, object]) -> None:
     """Check that all workers state the same facts; raise `DisagreementError` on all of them otherwise."""
+    found = difference(queue, facts)
+    if found is not None:
+        raise DisagreementError(
+            f"the workers disagree about {what}: {found}.\n"
+            "  Every worker must use the same settings and the same parameters in the same order. "
+            "Nothing was averaged."
+        )
+
+
+def difference(queue: CollectiveQueue, facts: Mapping[str, object]) -> str | None:
+    """Describe the first fact that workers state differently, and who does; None if all state the same."""
     if queue.workers == 1:
-        return
-    text = json.dumps([[label, str(value)] for label, value in facts.items()])
-    digest = hashlib.sha256(text.encode()).digest()
-    everyone = queue.gather(torch.tensor([int.from_bytes(digest[:8], signed=True), len(text.encode())]))
+        return None
+    mine = Facts(facts)
+    everyone = queue.gather(torch.tensor([mine.digest, len(mine.text.encode())]))
     if bool((everyone == everyone[0]).all()):
-        return
-    texts = _gather_texts(queue, text, [int(length) for length in everyone[:, 1]])
-    raise DisagreementError(_first_difference(what, [json.loads(each) for each in texts]))
+        return None
+    texts = _gather_texts(queue, mine.text, [int(length) for length in everyone[:, 1]])
+    return _first_difference([json.loads(each) for each in texts])
 
 
-def parameter_facts(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+def parameter_facts(parameters: Iterable[tuple[str, Tensor]], what: str = "parameter") -> dict[str, str]:
     """State index, name, shape, dtype, memory layout and whether it is trained of each parameter, in order."""
-    return {f"parameter {index}": _fact(name, p) for index, (name, p) in enumerate(parameters)}
+    return {f"{what} {index}": _fact(name, p) for index, (name, p) in enumerate(parameters)}
 
 
 def _fact(name: str, p: Tensor) -> str:
     layout = "" if p.is_contiguous() else f" strides {p.stride()}"
-    return f"{name} {list(p.shape)} {str(p.dtype).removeprefix('torch.')}{layout}{'' if p.requires_grad else ' frozen'}"
+    frozen = " frozen" if isinstance(p, nn.Parameter) and not p.requires_grad else ""
+    return f"{name} {list(p.shape)} {str(p.dtype).removeprefix('torch.')}{layout}{frozen}"
 
 
 def _gather_texts(queue: CollectiveQueue, text: str, lengths: Sequence[int]) -> list[str]:
@@ -50,19 +85,14 @@ def _gather_texts(queue: CollectiveQueue, text: str, lengths: Sequence[int]) -> 
     return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
 
 
-def _first_difference(what: str, stated: list[list[list[str]]]) -> str:
+def _first_difference(stated: list[list[list[str]]]) -> str:
     for index in range(max(len(facts) for facts in stated)):
         entries = [tuple(facts[index]) if index < len(facts) else ("nothing more", "") for facts in stated]
         usual, odd = outliers(entries)
-        if not odd:
-            continue
-        shown = "; ".join(f"worker {worker} has {_shown(entries[worker])}" for worker in odd[:4])
-        return (
-            f"the workers disagree about {what}: {shown}, while worker {entries.index(usual)} has {_shown(usual)}.\n"
-            "  Every worker must use the same settings and the same parameters in the same order. "
-            "Nothing was averaged."
-        )
-    return f"the workers disagree about {what}."
+        if odd:
+            shown = "; ".join(f"worker {worker} has {_shown(entries[worker])}" for worker in odd[:4])
+            return f"{shown}, while worker {entries.index(usual)} has {_shown(usual)}"
+    return "their digests differ"
 
 
 def _shown(entry: tuple[str, ...]) -> str:

@@ -49,14 +49,17 @@ def compare_weights(queue: CollectiveQueue, weights: Mapping[str, Tensor], when:
 
 
 def first_difference(queue: CollectiveQueue, weights: Mapping[str, Tensor]) -> tuple[list[int], str] | None:
-    """Find the workers whose weights differ from the majority's, and the first parameter in which they do."""
-    each = digests(weights)
+    """Find the first tensor that is not the same on all workers, and the workers that differ from the majority."""
+    found = differences(queue, weights)
+    return None if not found else (next(iter(found.values())), next(iter(found)))
+
+
+def differences(queue: CollectiveQueue, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Find the tensors that are not the same on all workers, each with the workers that differ from the majority."""
+    each = digests(tensors)
     rows = queue.gather(combined(each).reshape(1))
     if bool((rows == rows[0]).all()):
-        return None
+        return {}
     table = queue.gather(each)
-    for index, name in enumerate(weights):
-        _, odd = outliers(table[:, index].tolist())
-        if odd:
-            return odd, name
-    return None
+    odd = {name: outliers(table[:, index].tolist())[1] for index, name in enumerate(tensors)}
+    return {name: workers for name, workers in odd.items() if workers}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ from laconic.checks.errors import NonFiniteError
 from laconic.checks.outliers import names
 from laconic.codecs.packing import side_by_side
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Exchange, Mean, Request, all_finite
+from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Request, all_finite
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class _Observed:
     """This worker's messages, in order."""
     mean: Tensor | bool
     """Whether the mean is finite."""
-    parameters: str
+    parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,14 +85,15 @@ class NonFiniteCheck:
         self.late = late
         """Whether the optimizers skip a non-finite step themselves, and it is reported a step later."""
         self._seen: list[_Observed] = []
-        self._pending: _Late | None = None
+        self._pending: list[_Late] = []
         self._each_parameter = False
         """Whether a late check looks at each parameter, as it does after a first non-finite step: it takes longer."""
 
     def watch(self, tensors: Mapping[str, Tensor], average: Callable[[], Exchange]) -> Exchange:
         """Run the exchange that `average` makes of `tensors`, and note which messages and means are finite."""
         if self.policy == "ignore":
-            return (yield from average())
+            unseen = yield from average()
+            return unseen if unseen.decided else replace(unseen, finite=lambda: _finite(tensors))
         share = 1.0
         if self.policy == "exclude":
             share = yield from self._share_of_finite(tensors)
@@ -100,13 +101,18 @@ class NonFiniteCheck:
         own: list[Finding] = []
         means: list[bool] = []
         answer: Tensor | None = None
+        ok: Tensor | None = None
         end: Averaged | None = None
-        while True:
+        while end is None:
             try:
                 request = exchange.send(answer)  # type: ignore[arg-type]  # the first send starts it, with None
             except StopIteration as stop:
                 end = stop.value
-                break
+                continue
+            if isinstance(request, Decide):
+                ok = request.ok.bool()
+                answer = yield request
+                continue
             x = request.x
             on_cpu = isinstance(request, Mean) and x.device.type == "cpu"
             if on_cpu and x.dtype in (torch.float32, torch.float64) and x.numel():
@@ -119,28 +125,29 @@ class NonFiniteCheck:
             else:
                 own.append(_finding(x, tensors, first=not own))
                 answer = yield request
-        assert end is not None
         if share < 1:
-            for t in end.mean.values():
-                t.mul_(1 / share if share else torch.nan)
             logger.warning("gradients: %.0f%% of the workers had NaN or Inf, and were left out.", 100 * (1 - share))
-        finite = all(means) if len(means) == len(own) else end.finite()
-        self._seen.append(_Observed(own, finite, _first_and_last(tensors)))
-        return end
+        looked = len(means) == len(own)  # at each message's first number
+        finite = all(means) if looked else end.finite() if ok is None else ok
+        self._seen.append(_Observed(own, finite, tuple(tensors)))
+        return end if end.decided else replace(end, finite=lambda: torch.as_tensor(finite))
 
     @staticmethod
     def _share_of_finite(tensors: Mapping[str, Tensor]) -> _Share:
-        """Zero this worker's gradients if they are not finite; return the share of workers whose gradients are."""
+        """Return the share of workers whose gradients are finite; let the gradients of the others count as zeros.
+
+        The finite ones are scaled up for that, and not the mean: it also holds residuals.
+        """
         own = _finite(tensors)
         share = float((yield Mean(own.to(torch.float32).reshape(1))))
-        if share < 1 and not bool(own):
+        if 0 < share < 1:
             for t in tensors.values():
-                t.zero_()
+                t.copy_(t / share if bool(own) else torch.zeros_like(t))
         return share
 
     def forget(self) -> None:
         """Drop what was noted."""
-        self._seen, self._pending = [], None
+        self._seen, self._pending = [], []
 
     def has_nonfinite(self, queue: CollectiveQueue, gradients: Callable[[], Gradients], step: int) -> bool:
         """Return whether this step's mean gradients are not finite, the same on every worker; log who caused it.
@@ -165,29 +172,32 @@ class NonFiniteCheck:
         seen, self._seen = self._seen, []
         if not seen:
             return None
-        present = {name: t for name, t in gradients().items() if t is not None} if self._each_parameter else {}
+        averaged = {name for each in seen for name in each.parameters} if self._each_parameter else set()
+        present = {name: t for name, t in gradients().items() if t is not None and name in averaged} if averaged else {}
         if present:
             finite, of = torch.stack(torch._foreach_norm(list(present.values()), 1)).isfinite(), list(present)
         else:
             device = next((e.mean.device for e in seen if isinstance(e.mean, Tensor)), None)
             finite = torch.stack([torch.as_tensor(e.mean, device=device) for e in seen])
-            of = [e.parameters for e in seen]
+            of = [_first_and_last(e.parameters) for e in seen]
         ready = None
         host = torch.empty(finite.shape, dtype=torch.bool, pin_memory=finite.is_cuda).copy_(finite, non_blocking=True)
         if finite.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
-        self._pending = _Late(queue, step, seen, of, host, ready)
+        self._pending.append(_Late(queue, step, seen, of, host, ready))
         return (~finite.all()).to(torch.float32)
 
     def report_late(self, parameters: Iterable[str]) -> None:
-        """Log the last step that had a flag, if it was not finite. Every worker calls it after the same step.
+        """Log the flags of the last step, if they were not finite. Every worker calls it after the same step.
 
         `parameters` are in an order that all workers share.
         """
-        late, self._pending = self._pending, None
-        if late is None:
-            return
+        pending, self._pending = self._pending, []
+        for late in pending:
+            self._report(late, parameters)
+
+    def _report(self, late: _Late, parameters: Iterable[str]) -> None:
         if late.ready is not None:
             late.ready.synchronize()
         if bool(late.finite.all()):

@@ -1,20 +1,20 @@
 """Headers: a row of numbers that each worker sends before weights, and before the gradients of a bare module.
 
-Workers that are at different steps or under different plans get a `DesyncError` instead of a mean of different things.
-Headers of all kinds have the same length in a session, so that any two of them can meet.
+Workers that are at different steps, under different plans or with different parameters get an error instead of a mean
+of different things. All headers have the same length, so that any two of them can meet.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 
 import torch
 from torch import Tensor
 
+from laconic.checks.agreement import Facts, agree, digest_of
 from laconic.checks.errors import DesyncError
 from laconic.checks.outliers import names, outliers
 from laconic.comm.queue import CollectiveQueue
@@ -26,16 +26,17 @@ _MASK = (1 << _BITS) - 1
 
 @dataclass(frozen=True)
 class Header:
-    """What one worker states. `parameters` is how many the model has: it fixes the length.
+    """What one worker states.
 
-    >>> header = Header(step=3, plan="ddp()", parameters=70, with_gradient=1 << 69, step_ms=12)
+    >>> header = Header(step=3, plan="ddp()", stop=True, step_ms=12)
     >>> Header.from_row(header.row().tolist(), header) == header
     True
     """
 
     step: int
     plan: str
-    parameters: int
+    model: Facts = field(default_factory=lambda: Facts({}), compare=False)
+    """The parameters and buffers that are averaged."""
     finite: bool = True
     stop: bool = False
     """Whether this worker was asked to stop."""
@@ -45,24 +46,26 @@ class Header:
     """How long a step takes on this worker; 0 if unknown."""
 
     def row(self) -> Tensor:
-        """Return the numbers that are sent, int64: step, digest of the plan, flags, bits of gradients, duration."""
-        words = -(-self.parameters // _BITS)
-        bits = [self.with_gradient >> (_BITS * i) & _MASK for i in range(words)]
-        return torch.tensor(
-            [self.step, _digest(self.plan), int(self.finite), int(self.stop), *bits, self.step_ms], dtype=torch.int64
-        )
+        """Return the numbers that are sent, int64."""
+        same = (self.step, digest_of(self.plan), self.model.digest)
+        own = (digest_of(str(self.with_gradient)), int(self.finite), int(self.stop), self.step_ms)
+        return torch.tensor([*same, *own], dtype=torch.int64)
 
     @staticmethod
     def from_row(row: Sequence[int], like: Header) -> Header:
-        """Read the row of a worker that is at the same step and under the same plan as `like`."""
-        _, _, finite, stop, *bits, step_ms = row
-        with_gradient = sum(word << (_BITS * i) for i, word in enumerate(bits))
-        return replace(like, finite=bool(finite), stop=bool(stop), with_gradient=with_gradient, step_ms=step_ms)
+        """Read the row of a worker that is at the same step, under the same plan and with the same gradients."""
+        finite, stop, step_ms = row[4:]
+        return replace(like, finite=bool(finite), stop=bool(stop), step_ms=step_ms)
+
+    def words(self) -> Tensor:
+        """Return `with_gradient` as int64 numbers, as many as the facts about the model need."""
+        count = -(-len(self.model.stated) // _BITS)
+        return torch.tensor([self.with_gradient >> (_BITS * i) & _MASK for i in range(count)], dtype=torch.int64)
 
 
 @dataclass(frozen=True)
 class Headers:
-    """The headers of all workers, in their order; step and plan are the same in all."""
+    """The headers of all workers, in their order; step, plan and model are the same in all."""
 
     all: tuple[Header, ...]
 
@@ -88,8 +91,18 @@ class Headers:
 
 
 def exchange_headers(queue: CollectiveQueue, header: Header) -> Headers:
-    """Check that all workers are at the same step under the same plan, and return what they state."""
-    return _checked(queue.gather(header.row()), header, queue.level)
+    """Check that all workers are at the same step with the same plan and model, and return what they state.
+
+    Only where workers have gradients of different parameters do they also exchange which.
+    """
+    rows = queue.gather(header.row())
+    if bool((rows[:, :2] == rows[0, :2]).all()) and not bool((rows[:, 2] == rows[0, 2]).all()):
+        agree(queue, "what they train", header.model.stated)  # raises, and names the first difference
+    headers = _checked(rows, header, queue.level)
+    if bool((rows[:, 3] == rows[0, 3]).all()):
+        return headers
+    sets = [sum(word << (_BITS * i) for i, word in enumerate(words)) for words in queue.gather(header.words()).tolist()]
+    return Headers(tuple(replace(each, with_gradient=bits) for each, bits in zip(headers.all, sets, strict=True)))
 
 
 class PendingHeaders:
@@ -112,13 +125,9 @@ class PendingHeaders:
         return self._headers
 
 
-def _digest(plan: str) -> int:
-    return int.from_bytes(hashlib.sha256(plan.encode()).digest()[:8], signed=True)
-
-
 def _checked(rows: Tensor, mine: Header, level: str) -> Headers:
     table: list[list[int]] = rows.tolist()
-    for column, what in ((0, "step"), (1, "plan")):
+    for column, what in ((0, "step"), (1, "plan"), (2, "model")):
         values = [row[column] for row in table]
         if len(set(values)) > 1:
             raise DesyncError(_out_of_step(values, what, mine, level))
@@ -129,8 +138,10 @@ def _out_of_step(values: list[int], what: str, mine: Header, level: str) -> str:
     usual, odd = outliers(values)
     if what == "step":
         shown = f"{names(odd)} at step {', '.join(str(values[w]) for w in odd)} and the others at step {usual}"
-    else:
+    elif what == "plan":
         shown = f"{names(odd)} under another plan than the others; this one has {mine.plan}"
+    else:
+        shown = f"{names(odd)} with other parameters than the others"
     return (
         f"the workers are out of step ({level}, step {mine.step} here): {shown}. Nothing was averaged.\n"
         "  All workers must load the same checkpoint, count the same steps (session.skip() for a step that a worker "

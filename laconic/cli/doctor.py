@@ -20,7 +20,7 @@ from laconic.checks.outliers import names
 from laconic.cli import options
 from laconic.cli.results import check_writable
 from laconic.cli.running import workers_here
-from laconic.compare.settings import LabError, check_positive, check_workers, found_place, usable_cores
+from laconic.compare.settings import LabError, check_count, check_positive, check_workers, found_place, usable_cores
 from laconic.compare.versions import versions
 from laconic.doctor.diagnosis import check_as_worker, check_here
 from laconic.doctor.finding import Finding, has_problem
@@ -61,6 +61,8 @@ def doctor(
     if json is not None:
         check_writable(json)
     check_positive("timeout", timeout)
+    check_positive("seconds", seconds)
+    check_count("workers", workers)
     run = _script_run(script, tuple(arguments or ()), workers, seconds, inject or [])
     shows = True
     if found_place(os.environ) is not None:

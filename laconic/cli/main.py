@@ -17,7 +17,8 @@ from laconic.cli.doctor import doctor
 from laconic.cli.migrate import migrate
 from laconic.cli.serve import serve
 from laconic.cli.train import train
-from laconic.compare.launch import Stopped, WorkerError, stoppable
+from laconic.compare.failures import WorkerError
+from laconic.compare.launch import Stopped, stoppable
 from laconic.compare.settings import LabError, found_place
 
 app = typer.Typer(

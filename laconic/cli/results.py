@@ -8,26 +8,32 @@ from rich.markup import escape
 from rich.table import Table
 
 from laconic.atomic_write import write_atomically, write_temporary
+from laconic.compare.judging import has_levels, reference, slow_bytes
 from laconic.compare.records import Outcome, as_json
 from laconic.compare.settings import LabError
-from laconic.compare.units import human_bytes, times_fewer
+from laconic.compare.units import human_bytes, ratio
 
 
 def closing_table(outcomes: Sequence[Outcome]) -> Table:
-    """One row for each plan: its losses, the bytes sent, the seconds."""
-    first = outcomes[0]
-    table = Table(title=_title(first), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    """One row for each plan: its losses, the bytes sent, the seconds. Ratios are to `ddp()`, or else the first plan.
+
+    "fewer" counts the bytes of the outermost level alone. If plans also send inside groups, a column shows them.
+    """
+    first, levels = reference(outcomes), has_levels(outcomes)
+    table = Table(title=_title(outcomes[0]), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("plan", overflow="fold")
     target = [] if first.until_loss is None else [f"to {first.until_loss:g}", "sooner"]
     seconds = "seconds" if first.clock == "measured" else "seconds\n(computed)"
-    for heading in (f"{first.loss_of} loss", "sent by each", "fewer", seconds, *target):
+    between = ["between\ngroups"] if levels else []
+    for heading in (f"{first.loss_of} loss", "sent by each", *between, "fewer", seconds, *target):
         table.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
         table.add_row(
             escape(outcome.plan),
             f"{outcome.loss_start:.3f} -> {outcome.loss_final:.3f}",
             human_bytes(outcome.sent_bytes),
-            times_fewer(first.sent_bytes, outcome.sent_bytes),
+            *([human_bytes(slow_bytes(outcome))] if levels else []),
+            ratio(slow_bytes(first), slow_bytes(outcome)),
             f"{outcome.seconds:.1f}",
             *(_target(first, outcome) if target else []),
         )
@@ -45,7 +51,7 @@ def _title(first: Outcome) -> str:
 def _target(first: Outcome, outcome: Outcome) -> tuple[str, str]:
     if not outcome.reached:
         return "no", "-"
-    return f"{outcome.seconds:.1f}", f"{first.seconds / outcome.seconds:.1f}x" if first.reached else "-"
+    return f"{outcome.seconds:.1f}", ratio(first.seconds, outcome.seconds) if first.reached else "-"
 
 
 def check_writable(path: Path, option: str = "--json") -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from laconic.cli.results import check_writable, write_json
 from laconic.cli.view import Row, View, make_view
 from laconic.compare.folders import run_folder
+from laconic.compare.inputs import given_files
 from laconic.compare.lab import script as lab
 from laconic.compare.lab.tasks import check_data
 from laconic.compare.launch import Network, check_port, launch, report_variables, variables
@@ -20,10 +21,20 @@ from laconic.compare.links import Link
 from laconic.compare.progress import Progress, following, progress_file
 from laconic.compare.records import Outcome, read_outcome
 from laconic.compare.report import check_drawable, write_page, write_png
-from laconic.compare.reporter import write_goal
-from laconic.compare.settings import LabError, Place, Run, Script, Settings, check_workers, found_place, usable_cores
+from laconic.compare.reporter import read_files, write_goal
+from laconic.compare.settings import (
+    LabError,
+    Place,
+    Run,
+    Script,
+    Settings,
+    check_count,
+    check_workers,
+    found_place,
+    usable_cores,
+)
 from laconic.compare.slow_link import NoSlowLink, slow_link
-from laconic.compare.unfinished import Unfinished
+from laconic.compare.unfinished import Finished, Unfinished
 
 DEFAULT_WORKERS = 4
 
@@ -45,6 +56,7 @@ class CommandOptions:
 
 def workers_here(given: int | None) -> int:
     """The number of workers: torchrun's if it started this process, else the given one, else four."""
+    check_count("workers", given)
     place = found_place(os.environ)
     if place is None:
         return DEFAULT_WORKERS if given is None else given
@@ -109,19 +121,21 @@ def _check(run: Run, options: CommandOptions, place: Place | None) -> None:
 def _run_launched(runs: Sequence[Run], options: CommandOptions, view: View, unfinished: Unfinished) -> list[Outcome]:
     """Start workers for each run that was not finished before."""
     with _network(options, view) as network:
-        known = unfinished.load()[: len(runs)] if options.resume else []
-        outcomes = list(takewhile(lambda outcome: outcome.clock == network.clock, known))
-        if outcomes:
+        known, changed = unfinished.load() if options.resume else ([], None)
+        finished = list(takewhile(lambda each: each.outcome.clock == network.clock, known))
+        if changed is not None:
+            view.message(f"{changed} has changed: results from before are not used again")
+        if finished:
             view.message(
-                f"continuing after {len(outcomes)} of {len(runs)} plans, finished before; --fresh starts again"
+                f"continuing after {len(finished)} of {len(runs)} plans, finished before; --fresh starts again"
             )
         with view.running():
-            for index, run in list(enumerate(runs))[len(outcomes) :]:
-                outcomes.append(_launch(run, network, view, index))
-                view.finish(outcomes[-1])
+            for index, run in list(enumerate(runs))[len(finished) :]:
+                finished.append(_launch(run, network, view, index))
+                view.finish(finished[-1].outcome)
                 if len(runs) > 1:
-                    unfinished.save(outcomes)
-    return outcomes
+                    unfinished.save(finished)
+    return [each.outcome for each in finished]
 
 
 @contextmanager
@@ -140,15 +154,16 @@ def _network(options: CommandOptions, view: View) -> Iterator[Network]:
         yield network
 
 
-def _launch(run: Run, network: Network, view: View, index: int) -> Outcome:
-    before = network.uplink_bytes()
+def _launch(run: Run, network: Network, view: View, index: int) -> Finished:
+    before, inputs = network.uplink_bytes(), given_files(run)
     with run_folder() as folder:
         files = [progress_file(folder, worker) for worker in range(run.workers)]
         with following(files, _shower(view, index)):
             outcome = launch(run, folder, network)
+        inputs |= read_files(folder)
     uplink_bytes = {name: count - before[name] for name, count in network.uplink_bytes().items()}
     link = None if network.link is None else str(network.link)
-    return replace(outcome, link=link, clock=network.clock, uplink_bytes=uplink_bytes)
+    return Finished(replace(outcome, link=link, clock=network.clock, uplink_bytes=uplink_bytes), inputs)
 
 
 def _run_in_place(runs: Sequence[Settings], view: View, place: Place) -> list[Outcome]:

@@ -1,6 +1,7 @@
 """The display while workers train: a live table in a terminal, lines of text elsewhere."""
 
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,20 +56,26 @@ class View:
         """Show the closing table."""
 
 
+class PipedConsole(Console):
+    """A console whose reader may leave, as in `laconic compare | head`: the run goes on, and prints nothing more."""
+
+    def on_broken_pipe(self) -> None:
+        """Discard all further output, also what Python flushes at its exit."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class PlainView(View):
     """Prints about ten lines for each run."""
 
     def __init__(self, labels: Mapping[Row, str]) -> None:
-        self._console = Console(width=PLAIN_WIDTH, highlight=False)
+        self._console = PipedConsole(width=PLAIN_WIDTH, highlight=False)
         self._labels = labels
         self._next: dict[Row, tuple[int, float]] = {}  # the step and the time of a row's next line
 
     def message(self, line: str) -> None:
         """Print a line."""
-        try:
-            self._console.print(line, markup=False, soft_wrap=True)
-        except BrokenPipeError:  # as in `laconic compare | head`: the run goes on
-            return
+        self._console.print(line, markup=False, soft_wrap=True)
 
     def progress(self, row: Row, progress: Progress) -> None:
         """Print a line every tenth of the steps, or after ten seconds."""

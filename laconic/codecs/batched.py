@@ -44,7 +44,7 @@ class Batched:
         def cut(whole: Tensor) -> dict[str, Tensor]:
             return unpack(whole.reshape(-1)[: flat.numel()], like=tensors)
 
-        return Averaged(cut(end.mean[name]), lambda: cut(end.own()[name]), end.finite)
+        return Averaged(cut(end.mean[name]), lambda: cut(end.own()[name]), end.finite, end.decided)
 
 
 def side_of(numel: int) -> int:

@@ -13,7 +13,7 @@ from laconic.codecs.exact import Exact
 from laconic.codecs.feedback import ErrorFeedback, feedback_state
 from laconic.codecs.low_rank import LowRank
 from laconic.codecs.low_rank_state import Factors
-from laconic.comm.requests import Averaged, Exchange, Mean, Request, State, Tensors, true
+from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Request, State, Tensors, all_true, true
 from laconic.kernels.choose import can_fuse_all, fast_by_shape
 from laconic.values import as_code
 
@@ -58,10 +58,11 @@ class ByShape:
             return {name: t for end in ends for name, t in end.own().items()}
 
         def finite() -> Tensor:
-            return torch.stack([end.finite() for end in ends]).all() if ends else true()
+            decided = [end for end in ends if end.decided][:1]  # the answer is about all of them
+            return all_true([end.finite() for end in decided or ends]) if ends else true()
 
         mean = {name: t for end in ends for name, t in end.mean.items()}
-        return Averaged({name: mean[name] for name in tensors}, own, finite)
+        return Averaged({name: mean[name] for name in tensors}, own, finite, any(end.decided for end in ends))
 
     def _fast(self, tensors: Tensors, state: State) -> Exchange | None:
         """Return one fused exchange for both codecs, where kernels for that exist."""
@@ -85,19 +86,30 @@ class ByShape:
         return chosen, others
 
 
-def _in_shared_rounds(exchanges: list[Exchange]) -> Generator[Request, Tensor, list[Averaged]]:
-    """Advance all `exchanges` together; in each round, send the means that can be joined as one message."""
+def _in_shared_rounds(exchanges: list[Exchange]) -> Generator[Request | Decide, Tensor, list[Averaged]]:
+    """Advance all `exchanges` together; in each round, send the means that can be joined as one message.
+
+    Those that ask `Decide` wait for the others, and ask it as one.
+    """
     ends: dict[int, Averaged] = {}
+    held: dict[int, Tensor] = {}
     answers: dict[int, Tensor | None] = dict.fromkeys(range(len(exchanges)))
     while answers:
         requests: dict[int, Request] = {}
         for index, answer in answers.items():
             try:
-                exchange = exchanges[index]
-                requests[index] = next(exchange) if answer is None else exchange.send(answer)
+                request = exchanges[index].send(answer)  # type: ignore[arg-type]  # the first starts it, with None
             except StopIteration as stop:
                 ends[index] = stop.value
+                continue
+            if isinstance(request, Decide):
+                held[index] = request.ok
+            else:
+                requests[index] = request
         answers = {}
+        if held and not requests:
+            ok = yield Decide(all_true([*held.values(), *(end.finite() for end in ends.values())]))
+            answers, held = dict.fromkeys(held, ok), {}
         for members in _joinable(requests):
             if len(members) == 1:
                 answers[members[0]] = yield requests[members[0]]
@@ -106,18 +118,7 @@ def _in_shared_rounds(exchanges: list[Exchange]) -> Generator[Request, Tensor, l
             pieces = (yield Mean(flat)).split([requests[index].x.numel() for index in members])
             for index, piece in zip(members, pieces, strict=True):
                 answers[index] = piece.view(requests[index].x.shape)
-        _spread_nonfinite(answers)
     return [ends[index] for index in range(len(exchanges))]
-
-
-def _spread_nonfinite(answers: dict[int, Tensor | None]) -> None:
-    """Make all answers NaN where one holds NaN or Inf: the step is void as a whole, so no codec may keep its state."""
-    received = [answer for answer in answers.values() if answer is not None and answer.is_floating_point()]
-    if len(received) < 2:
-        return
-    zero_or_nan = torch.stack([answer.sum(dtype=torch.float64) for answer in received]).sum() * 0.0
-    for answer in received:
-        answer.add_(zero_or_nan.to(answer.dtype))
 
 
 def _joinable(requests: dict[int, Request]) -> list[list[int]]:

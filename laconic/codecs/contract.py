@@ -26,7 +26,7 @@ class Codec(Protocol):
         """Average `tensors` with all other workers.
 
         The tensors share one dtype and device. The codec does not change them, unless `reuse` lets it overwrite their
-        memory. `state` changes only at the end, and only if the result is finite.
+        memory. A codec that keeps something asks `Decide` at its end, and changes `state` only if the answer is true.
         """
         ...
 
@@ -43,6 +43,18 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     (torch.float32, torch.float64)
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to a narrower dtype; finite numbers beyond its range become its largest, NaN and Inf stay.
+
+    >>> narrowed(torch.tensor([1e9, -1e9, torch.inf]), torch.float16)
+    tensor([ 65504., -65504.,      inf], dtype=torch.float16)
+    """
+    if dtype != torch.float16:  # all others have the range of fp32, but for the last half of a rounding
+        return x.to(dtype)
+    largest = torch.finfo(dtype).max
+    return torch.where(x.isinf(), x, x.clamp(-largest, largest)).to(dtype)
 
 
 def keep_if(ok: Tensor, new: Tensor, old: Tensor) -> Tensor:

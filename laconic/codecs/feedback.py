@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from laconic.codecs.contract import Codec, check_codec, keep_if, wide_dtype
+from laconic.codecs.contract import Codec, check_codec, keep_if, narrowed, wide_dtype
 from laconic.codecs.low_rank import LowRank
 from laconic.codecs.low_rank_state import Factors
-from laconic.comm.requests import Exchange, State, Tensors
+from laconic.comm.requests import Averaged, Decide, Exchange, State, Tensors
 from laconic.kernels.choose import fast_feedback
 from laconic.values import as_code
 
@@ -24,7 +24,11 @@ class ErrorFeedback:
     The residual is the input minus what this worker's *own* messages amount to (Vogels et al. 2019, arXiv:1905.13727,
     Algorithm 2), so it is bounded. `subtract="mean"` subtracts the mean over all workers instead, as torch's hook does:
     then the residual also accumulates this worker's distance from the mean, without bound.
-    Residuals are fp32 whatever the gradient's dtype.
+    Residuals are fp32 whatever the gradient's dtype. What the mean loses when it is rounded to fp16 or bf16 and cut to
+    their range goes into the residual of every worker: what is delivered plus the residual is the truth.
+
+    Until all exchanges of a step have ended, each holds the sums of its gradients and residuals in fp32, and the result
+    of the codec inside. The fused paths (`laconic.kernels`) hold thin factors only.
     """
 
     codec: Codec
@@ -34,7 +38,7 @@ class ErrorFeedback:
 
     def __post_init__(self) -> None:
         check_codec(f"ErrorFeedback({self.codec!r})", self.codec)
-        if _has_feedback(self.codec):
+        if has_feedback(self.codec):
             raise ValueError(
                 f"ErrorFeedback({self.codec!r}): the codec contains an ErrorFeedback already, and two residuals of one "
                 "tensor grow without bound. Remove one of the two."
@@ -57,14 +61,20 @@ class ErrorFeedback:
                 return (yield from fast)
         inputs = {name: _with_residual(t, residual.get(name)) for name, t in tensors.items()}
         end = yield from self.codec.average(inputs, inner)
-        sent = end.own() if self.subtract == "own" else end.mean
-        ok = end.finite()
+        ok = end.finite() if end.decided else (yield Decide(end.finite()))
+        mean = {name: narrowed(end.mean[name], t.dtype) for name, t in tensors.items()}
+        lost = {name: x - mean[name].to(x.dtype) for name, x in end.mean.items() if x.dtype != mean[name].dtype}
+
+        def own() -> dict[str, Tensor]:  # so that it averages to the mean that is delivered
+            return {name: x - lost[name] if name in lost else x for name, x in end.own().items()}
+
+        sent = own() if self.subtract == "own" else mean
         for name, x in inputs.items():
             old = residual.get(name)
             if old is None:
                 old = torch.zeros_like(x)
             residual[name] = keep_if(ok, x - sent[name], old)
-        return end
+        return Averaged(mean, own, lambda: ok, decided=True)
 
 
 def feedback_state(state: State) -> tuple[dict[str, Tensor], State]:
@@ -113,11 +123,12 @@ def _residuals(tree: State) -> Iterator[dict[str, Tensor]]:
             yield from _residuals(value)
 
 
-def _has_feedback(codec: object) -> bool:
+def has_feedback(codec: object) -> bool:
+    """Return whether a codec is an `ErrorFeedback`, or contains one."""
     if isinstance(codec, ErrorFeedback):
         return True
     parts = [getattr(codec, f.name) for f in fields(codec)] if is_dataclass(codec) else []
-    return any(_has_feedback(part) for part in parts)
+    return any(has_feedback(part) for part in parts)
 
 
 def _with_residual(t: Tensor, residual: Tensor | None) -> Tensor:

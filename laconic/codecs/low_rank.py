@@ -15,11 +15,11 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from laconic.codecs.contract import keep_if, wide_dtype
+from laconic.codecs.contract import keep_if, narrowed, wide_dtype
 from laconic.codecs.low_rank_state import Factors
 from laconic.codecs.orthonormal import orthonormal_all
-from laconic.codecs.packing import pack, unpack
-from laconic.comm.requests import Averaged, Exchange, Mean, Request, State, Tensors, all_finite, true
+from laconic.codecs.packing import aligned, pack, unpack
+from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Request, State, Tensors, all_finite, true
 from laconic.values import as_code, is_number, is_whole
 
 
@@ -77,16 +77,16 @@ class LowRank:
         # On an accelerator, reading `ok` would wait for the device, so the turn always advances there.
         if ok.device.type != "cpu" or bool(ok):
             factors.advance(matrices)
-        return Averaged(_products(mean, tensors), lambda: _products(own, tensors), lambda: ok)
+        return Averaged(_products(mean, tensors), lambda: _products(own, tensors), lambda: ok, decided=True)
 
     def _two_rounds(self, matrices: dict[str, Tensor], factors: Factors) -> _Rounds:
         before = {name: self.first_q(name, m.shape, factors, m) for name, m in matrices.items()}
         q = orthonormal_all(before)
-        own_p = {name: m @ q[name] for name, m in matrices.items()}  # [rows, rank]
+        own_p = {name: aligned(m) @ q[name] for name, m in matrices.items()}  # [rows, rank]
         p = orthonormal_all(unpack((yield Mean(pack(own_p))), like=own_p))
         own_q = {name: m.T @ p[name] for name, m in matrices.items()}  # [columns, rank]
         q = unpack((yield Mean(pack(own_q))), like=own_q)
-        ok = all_finite(q)
+        ok = yield Decide(all_finite(q))
         if self.warm_start:
             factors.q.update(_usable(q, before, ok))
             zeros = {name: torch.zeros_like(x) for name, x in p.items()}
@@ -99,16 +99,17 @@ class LowRank:
         odd = {name: m for name, m in matrices.items() if name not in even}
         q = orthonormal_all({name: self.first_q(name, m.shape, factors, m) for name, m in even.items()})
         p = orthonormal_all({name: factors.p[name] for name in odd})
-        own_p = {name: m @ q[name] for name, m in even.items()}  # [rows, rank]
+        own_p = {name: aligned(m) @ q[name] for name, m in even.items()}  # [rows, rank]
         own_q = {name: m.T @ p[name] for name, m in odd.items()}  # [columns, rank]
         mean = unpack((yield Mean(pack(own_p | own_q))), like=own_p | own_q)
-        ok = all_finite(mean)
+        ok = yield Decide(all_finite(mean))
         mean_p = {name: mean[name] for name in even}
         mean_q = {name: mean[name] for name in odd}
         zeros = {name: torch.zeros_like(x) for name, x in mean_p.items() if name not in factors.p}
         factors.p.update(_usable(mean_p, factors.p | zeros, ok))
         factors.q.update(_usable(mean_q, factors.q, ok))
-        factors.q.update({name: x for name, x in q.items() if name not in factors.q})
+        first = {name: x for name, x in q.items() if name not in factors.q}
+        factors.q.update(first if ok.device.type != "cpu" or bool(ok) else {})
         return _pairs(mean_p | p, q | mean_q), _pairs(own_p | p, q | own_q), ok
 
     def first_q(self, name: str, shape: torch.Size, factors: Factors, like: Tensor) -> Tensor:
@@ -140,7 +141,7 @@ def _check_types(rank: object, min_compression: object, warm_start: object, seed
 
 
 _Pairs: TypeAlias = dict[str, tuple[Tensor, Tensor]]
-_Rounds: TypeAlias = Generator[Request, Tensor, tuple[_Pairs, _Pairs, Tensor]]
+_Rounds: TypeAlias = Generator[Request | Decide, Tensor, tuple[_Pairs, _Pairs, Tensor]]
 
 
 def _matrix(codec: LowRank, name: str, t: Tensor) -> Tensor:
@@ -158,7 +159,7 @@ def _pairs(p: dict[str, Tensor], q: dict[str, Tensor]) -> _Pairs:
 
 def _products(pairs: _Pairs, like: Tensors) -> dict[str, Tensor]:
     """Return P Qᵀ of each matrix, in the tensor's own shape and dtype."""
-    return {name: (pairs[name][0] @ pairs[name][1].T).view(t.shape).to(t.dtype) for name, t in like.items()}
+    return {name: narrowed((pairs[name][0] @ pairs[name][1].T).view(t.shape), t.dtype) for name, t in like.items()}
 
 
 def _usable(new: dict[str, Tensor], old: Mapping[str, Tensor], ok: Tensor) -> dict[str, Tensor]:

@@ -66,6 +66,15 @@ def side_by_side(values: Iterable[Tensor]) -> Tensor | None:
     return values[0].as_strided((offset - start,), (1,), start)
 
 
+def aligned(matrix: Tensor) -> Tensor:
+    """Return the matrix itself, or a copy if its memory does not start at a cache line, as that of a new tensor does.
+
+    A matrix product sums along rows in another order where these start elsewhere: the last bit would depend on the
+    place of a gradient in its bucket, which changes when a run is resumed.
+    """
+    return matrix if matrix.device.type == "meta" or matrix.data_ptr() % 64 == 0 else matrix.clone()
+
+
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are views of exactly the same elements."""
     alike = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype

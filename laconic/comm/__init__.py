@@ -2,6 +2,18 @@
 
 from laconic.comm.dry import dry
 from laconic.comm.lockstep import lockstep
-from laconic.comm.requests import Averaged, Exchange, First, Gather, Mean, Request, State, Tensors
+from laconic.comm.requests import Averaged, Decide, Exchange, First, Gather, Mean, Request, State, Tensors
 
-__all__ = ["Averaged", "Exchange", "First", "Gather", "Mean", "Request", "State", "Tensors", "dry", "lockstep"]
+__all__ = [
+    "Averaged",
+    "Decide",
+    "Exchange",
+    "First",
+    "Gather",
+    "Mean",
+    "Request",
+    "State",
+    "Tensors",
+    "dry",
+    "lockstep",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -81,4 +82,4 @@ def written(exchange: Exchange, into: Mapping[str, Tensor]) -> Exchange:
     end = yield from exchange
     if end.mean is not into:
         write(into, end.mean)
-    return end
+    return end if end.decided else replace(end, finite=lambda: all_finite(into))  # which holds no other memory

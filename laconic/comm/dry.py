@@ -6,20 +6,21 @@ for bytes that could differ from the real ones.
 
 from __future__ import annotations
 
-from laconic.comm.requests import Averaged, Exchange, Gather, operation, payload_bytes
+from laconic.comm.requests import Averaged, Exchange, Gather, by_itself, operation, payload_bytes
 from laconic.ledger import Ledger
 
 
 def dry(exchange: Exchange, ledger: Ledger, workers: int, phase: str = "plan") -> Averaged:
     """Run `exchange` to its end as if `workers` workers took part, and count what one of them sends."""
+    sending = by_itself(exchange)
     try:
-        request = next(exchange)
+        request = next(sending)
         for round_ in range(1, 1_000_000):
             ledger.record(operation(request), payload_bytes(request), workers, phase=phase, round_=round_)
             if isinstance(request, Gather):
-                request = exchange.send(request.x.new_empty((workers, *request.x.shape)))
+                request = sending.send(request.x.new_empty((workers, *request.x.shape)))
             else:
-                request = exchange.send(request.x)
+                request = sending.send(request.x)
     except StopIteration as stop:
         result: Averaged = stop.value
         return result

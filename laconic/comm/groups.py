@@ -133,6 +133,11 @@ class Levels:
                     stack.enter_context(queue.timeout.away(limit_s))
             yield
 
+    def cancel_wait(self) -> None:
+        """End the wait for a collective among all workers that is in progress."""
+        if self.world.timeout is not None:
+            self.world.timeout.cancel()
+
     def raise_if_broken(self) -> None:
         """Raise the error that broke a collective in backward: DDP's C++ would not pass it on."""
         for queue in self._queues.values():

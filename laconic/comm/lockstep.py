@@ -1,7 +1,7 @@
 """Lockstep: K workers in one process, for tests and for the simulator.
 
 Every worker's exchange advances by one request, then all requests are served together. Workers that request different
-things get an error that names them, where a network would hang.
+things get an error that names them, where a network would hang. `in_turn` makes one exchange of a worker's buckets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,19 @@ import torch
 from torch import Tensor
 
 from laconic.checks.errors import DesyncError
-from laconic.comm.requests import Averaged, Exchange, First, Mean, Request, describe, operation, payload_bytes
+from laconic.comm.requests import (
+    Averaged,
+    Decide,
+    Exchange,
+    First,
+    Mean,
+    Request,
+    all_true,
+    describe,
+    operation,
+    payload_bytes,
+    true,
+)
 from laconic.ledger import Ledger
 
 
@@ -33,13 +45,39 @@ def lockstep(exchanges: Sequence[Exchange], ledger: Ledger | None = None, phase:
         pending = [request for request in requests if not isinstance(request, Averaged)]
         if not pending:
             return [result for result in requests if isinstance(result, Averaged)]
-        if ledger is not None:
-            op = operation(pending[0])
-            ledger.record(op, payload_bytes(pending[0]), len(exchanges), phase=phase, round_=round_)
+        first = pending[0]
+        if ledger is not None and not isinstance(first, Decide):
+            ledger.record(operation(first), payload_bytes(first), len(exchanges), phase=phase, round_=round_)
         answers = list(_serve(pending))
 
 
-def _advance(exchange: Exchange, answer: Tensor | None) -> Request | Averaged:
+def in_turn(exchanges: Sequence[Exchange]) -> Exchange:
+    """Run one worker's exchanges, as of several buckets, one after another; they keep their state together or not."""
+    held: list[tuple[Exchange, Tensor]] = []
+    ends: list[Averaged] = []
+    for exchange in exchanges:
+        answer: Tensor | None = None
+        while True:
+            request = _advance(exchange, answer)
+            if isinstance(request, Averaged):
+                ends.append(request)
+                break
+            if isinstance(request, Decide):
+                held.append((exchange, request.ok))
+                break
+            answer = yield request
+    ok = all_true([*(ok for _, ok in held), *(end.finite() for end in ends)]) if held or ends else true()
+    verdict = yield Decide(ok)
+    for exchange, _ in held:
+        end = _advance(exchange, verdict)
+        assert isinstance(end, Averaged), "Decide is the last request of an exchange"
+        ends.append(end)
+    mean = {name: t for end in ends for name, t in end.mean.items()}
+    own = [end.own for end in ends]
+    return Averaged(mean, lambda: {name: t for each in own for name, t in each().items()}, lambda: verdict, True)
+
+
+def _advance(exchange: Exchange, answer: Tensor | None) -> Request | Decide | Averaged:
     try:
         return next(exchange) if answer is None else exchange.send(answer)
     except StopIteration as stop:
@@ -47,8 +85,12 @@ def _advance(exchange: Exchange, answer: Tensor | None) -> Request | Averaged:
         return result
 
 
-def _serve(requests: list[Request]) -> list[Tensor]:
-    xs, first = torch.stack([request.x for request in requests]), requests[0]
+def _serve(requests: Sequence[Request | Decide]) -> list[Tensor]:
+    first = requests[0]
+    if isinstance(first, Decide):
+        verdict = all_true([request.ok for request in requests if isinstance(request, Decide)])
+        return [verdict] * len(requests)
+    xs = torch.stack([request.x for request in requests if not isinstance(request, Decide)])
     answer = _mean(xs) if isinstance(first, Mean) else xs[first.worker] if isinstance(first, First) else xs
     return [answer.clone() for _ in requests]
 
@@ -59,7 +101,7 @@ def _mean(xs: Tensor) -> Tensor:
     return (first + (xs.double() - first).mean(0)).to(xs.dtype)
 
 
-def _check_same(requests: Sequence[Request | Averaged], round_: int) -> None:
+def _check_same(requests: Sequence[Request | Decide | Averaged], round_: int) -> None:
     shown = [_shown(request) for request in requests]
     counts = Counter(shown)
     if len(counts) == 1:
@@ -73,9 +115,11 @@ def _check_same(requests: Sequence[Request | Averaged], round_: int) -> None:
     )
 
 
-def _shown(request: Request | Averaged) -> str:
+def _shown(request: Request | Decide | Averaged) -> str:
     if isinstance(request, Averaged):
         return "the end"
+    if isinstance(request, Decide):
+        return "Decide"
     how = ", summed wide" if isinstance(request, Mean) and request.wide else ""
     if isinstance(request, First):
         how = f" from worker {request.worker}"

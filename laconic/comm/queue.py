@@ -8,6 +8,9 @@ clock. One thread launches all of them, by a rule that depends only on the order
 
 For three buckets of two collectives each:  1a 2a 1b 3a 2b | flush: 3b.
 
+An exchange that asks `Decide` is held. After the flush, when all have asked or ended, all get one answer: whether all
+results are finite. So a step in which one bucket holds NaN changes the state of none.
+
 The queue has a process group of its own, so that no other collective (DDP's bitmap of unused parameters, the user's
 own) can come between. NCCL orders by stream and its waits do not block the host: there, exchanges run in the caller's
 thread, on the caller's group.
@@ -15,35 +18,25 @@ thread, on the caller's group.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
 from laconic.comm.collectives import Group, launch
-from laconic.comm.requests import Averaged, Exchange, First, gather, operation, payload_bytes
-from laconic.comm.running import Batch, EndThread, Running, end_thread, leave_thread, new_future, resolved, wait_for
+from laconic.comm.requests import Averaged, Decide, Exchange, gather
+from laconic.comm.running import Batch, OwnStream, Running, decide, new_future, resolved, wait_for
+from laconic.comm.thread import Flush, Items, end_thread, leave_thread, start_thread
 from laconic.comm.timeout import CollectiveTimeout
 from laconic.ledger import Ledger
 from laconic.torch_private.distributed import destroy_group, ordered_by_stream, second_group
 
 __all__ = ["CollectiveQueue", "new_future", "resolved"]
-
-
-@dataclass(frozen=True)
-class _Flush:
-    """Queued after the last exchange of a batch: run all of them to their end."""
-
-
-_Items: TypeAlias = "queue.SimpleQueue[Running | _Flush | EndThread]"
 
 
 class CollectiveQueue:
@@ -78,11 +71,13 @@ class CollectiveQueue:
             self.timeout = CollectiveTimeout(self.group, timeout_s)
         self.broken: BaseException | None = None
         """The error that ended a collective. The order is lost then: nothing more can run."""
-        self._items: _Items = queue.SimpleQueue()
+        self._items: Items = queue.SimpleQueue()
         self._active: list[Running] = []
+        self._ended: list[Callable[[], Tensor]] = []
+        """Of the exchanges that have ended since the last flush without asking `Decide`: whether they are finite."""
         self._thread: threading.Thread | None = None
         self._stop: weakref.finalize[..., CollectiveQueue] | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._own_stream = OwnStream()
 
     def submit(self, exchange: Exchange, phase: str, value: Tensor) -> Future[Tensor]:
         """Queue an exchange; when it ends, the future's value is `value`.
@@ -119,10 +114,16 @@ class CollectiveQueue:
                 self._items.put(running)
         return started
 
-    def flush(self) -> None:
-        """Run all submitted exchanges to their end, without waiting for it."""
+    def flush(self, void: bool = False) -> None:
+        """Run all submitted exchanges to their end, without waiting for it.
+
+        If `void`, none keeps its state: of a backward that failed, whose other exchanges will never be submitted.
+        """
         if not self._inline:
-            self._items.put(_Flush())
+            self._items.put(Flush(void))
+            return
+        with torch.no_grad(), self._own_stream.of(self._active):
+            self._finish(void)
 
     def run(self, exchange: Exchange, phase: str) -> Averaged:
         """Run one exchange to its end, and wait for it."""
@@ -182,36 +183,40 @@ class CollectiveQueue:
         self.close()
 
     def _start_thread(self) -> None:
-        self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), self._items), daemon=True)
-        self._thread.name = f"laconic-collectives-{self.level}"
-        self._thread.start()
+        self._thread = start_thread(self, self._items)
         # Also at the interpreter's exit, for loops that never detach: a thread that outlives it aborts the process.
         self._stop = weakref.finalize(self, leave_thread, self._items, self._thread, self.timeout)
 
     def _run_inline(self, running: Running) -> None:
-        value = running.batch.values[0]
-        with torch.no_grad(), self._own_stream(value.device) if value.is_cuda else contextlib.nullcontext():
-            while not running.ended:
-                self._advance(running)
+        self._active.append(running)
+        try:
+            with torch.no_grad(), self._own_stream.of([running]):
+                while not running.ended and running.held is None:
+                    self._advance_all([running])
+        except BaseException:  # the user's Ctrl-C: no exchange of this step goes on
+            self._active.clear()
+            raise
 
-    @contextlib.contextmanager
-    def _own_stream(self, device: torch.device) -> Iterator[None]:
-        """Work on a CUDA stream of the queue, so that backward goes on meanwhile; futures carry its events."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def _serve_item(self, item: Running | _Flush) -> None:
-        if isinstance(item, _Flush):
-            while self._active:
-                self._advance_all(self._active)
+    def serve(self, item: Running | Flush) -> None:
+        """Take the next item, in the thread."""
+        if isinstance(item, Flush):
+            self._finish(item.void)
         elif self.broken is not None:
             item.batch.fail(self.broken)
         else:
             older, self._active = self._active, [*self._active, item]
             self._advance_all([item, *older])
+
+    def _finish(self, void: bool) -> None:
+        """Run all exchanges to their end; those that ask `Decide` get one answer, when all have asked or ended."""
+        while self._active:
+            try:
+                if all(running.held is not None for running in self._active):
+                    decide(self._active, self._ended, void)
+            except Exception as error:
+                self._fail(error)
+            self._advance_all(self._active)
+        self._ended.clear()
 
     def _advance_all(self, some: Sequence[Running]) -> None:
         for running in list(some):
@@ -220,21 +225,25 @@ class CollectiveQueue:
 
     def _advance(self, running: Running) -> None:
         """Wait for the collective in flight, pass its result on, and launch the next."""
-        if running.ended:
+        if running.ended or running.held is not None:
             return
         try:
             if running.work is not None:
                 self._wait(running)
             self._launch_next(running)
-        except Exception as error:  # an error breaks the order of the group's collectives, so it ends all exchanges
-            self.broken = error
-            for each in [running, *self._active]:
-                each.ended = True
-                each.batch.fail(error)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """End all exchanges: after an error, the order of the group's collectives is lost."""
+        self.broken = error
+        for each in self._active:
+            each.ended = True
+            each.batch.fail(error)
 
     def _launch_next(self, running: Running) -> None:
         while True:
-            result = None
+            result, running.answer = running.answer, None
             if running.collectives is not None:
                 try:
                     running.work = next(running.collectives)
@@ -245,14 +254,23 @@ class CollectiveQueue:
                     self._record(running)
             try:
                 # The first send starts the generator: it must be None, whatever the annotation says.
-                running.request = running.exchange.send(result)  # type: ignore[arg-type]
+                request = running.exchange.send(result)  # type: ignore[arg-type]
             except StopIteration as stop:
-                running.result, running.ended = stop.value, True
-                running.batch.one_ended()
+                self._end(running, stop.value)
                 return
+            if isinstance(request, Decide):
+                running.held, running.work, running.collectives = request.ok, None, None
+                return
+            running.request = request
             running.round += 1
             running.launched_s = time.perf_counter()
-            running.work, running.collectives = None, launch(running.request, self.group)
+            running.work, running.collectives = None, launch(request, self.group)
+
+    def _end(self, running: Running, result: Averaged) -> None:
+        running.result, running.ended = result, True
+        if not result.decided:
+            self._ended.append(result.finite)
+        running.batch.one_ended()
 
     def _wait(self, running: Running) -> None:
         if self.timeout is None:
@@ -262,33 +280,5 @@ class CollectiveQueue:
             self.timeout.wait(running.work, what)
 
     def _record(self, running: Running) -> None:
-        request = running.request
-        assert request is not None and self.group is not None
-        self.ledger.record(
-            operation(request),
-            payload_bytes(request),
-            self.workers,
-            phase=running.phase,
-            level=self.level,
-            round_=running.round,
-            step=running.step,
-            seconds=time.perf_counter() - running.launched_s,
-            distance=(self.group.rank() - request.worker) % self.workers if isinstance(request, First) else 0,
-        )
-
-
-def _serve(collectives: weakref.ref[CollectiveQueue], items: _Items) -> None:
-    """The thread. It holds no reference while it waits, so that an unused queue can be collected."""
-    with torch.no_grad():
-        while True:
-            try:
-                item = items.get(timeout=5)
-            except queue.Empty:
-                if collectives() is None:
-                    return
-                continue
-            serving = collectives()
-            if isinstance(item, EndThread) or serving is None:
-                return
-            serving._serve_item(item)
-            del serving, item
+        assert self.group is not None
+        running.record(self.ledger, self.group.rank(), self.workers, self.level)

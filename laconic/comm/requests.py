@@ -2,12 +2,14 @@
 
 A codec does no I/O. It is a generator that yields a request, is sent the result, and ends with `Averaged`. The same
 codec runs on a process group (`queue.py`), for K workers in one process (`lockstep.py`), and dry (`dry.py`).
+
+A codec that keeps state asks at its end whether it may: `Decide`. All exchanges of a step get the same answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -47,7 +49,20 @@ class First:
     worker: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class Decide:
+    """Whether the results of all exchanges of the step are finite, as a 0-d tensor; the last request of an exchange.
+
+    `ok` says it of this exchange: a 0-d tensor, zero for no. Nothing is sent: every worker knows the same results. A
+    codec changes its state only if the answer is true. The answer comes when the caller has submitted the last exchange
+    of the step.
+    """
+
+    ok: Tensor
+
+
 Request: TypeAlias = Mean | Gather | First
+"""What is sent to other workers."""
 
 _OPERATIONS: dict[type[Request], str] = {Mean: "all_reduce", Gather: "all_gather", First: "broadcast"}
 
@@ -59,20 +74,45 @@ class Averaged:
     `mean` is the same on every worker, bit for bit. `own()` is what this worker's own messages amount to; over all
     workers, the own parts average to the mean. `finite()` is a 0-d bool tensor: whether the mean is free of NaN and
     Inf, and so the same on every worker. `own` and `finite` cost a pass over memory and are computed on request.
+    If the exchange has asked `Decide`, it is `decided`, and `finite()` is the answer.
     """
 
     mean: dict[str, Tensor]
     own: Callable[[], dict[str, Tensor]]
     finite: Callable[[], Tensor]
+    decided: bool = False
 
 
-Exchange: TypeAlias = Generator[Request, Tensor, Averaged]
+Exchange: TypeAlias = Generator[Request | Decide, Tensor, Averaged]
 
 
 def gather(x: Tensor) -> Exchange:
     """Gather `x` from every worker, as an exchange: the rows are `mean[""]`, on the CPU."""
     rows = yield Gather(x)
     return Averaged({"": rows.cpu()}, dict, true)
+
+
+def by_itself(exchange: Exchange) -> Generator[Request, Tensor, Averaged]:
+    """Run an exchange that keeps its state if its own result is finite, and takes no part in what others decide."""
+    answer: Tensor | None = None
+    while True:
+        try:
+            request = exchange.send(answer)  # type: ignore[arg-type]  # the first send starts it, with None
+        except StopIteration as stop:
+            end: Averaged = stop.value
+            return replace(end, decided=True)
+        answer = request.ok if isinstance(request, Decide) else (yield request)
+
+
+def all_true(flags: Sequence[Tensor]) -> Tensor:
+    """Return whether all 0-d tensors are nonzero, without waiting for an accelerator; the only one there, as it is."""
+    there = [flag for flag in flags if flag.device.type != "cpu"]
+    here = all(bool(flag) for flag in flags if flag.device.type == "cpu")
+    if not there:
+        return torch.tensor(here)
+    if not here:
+        return torch.zeros_like(there[0])
+    return there[0] if len(there) == 1 else torch.stack([flag.bool() for flag in there]).all()
 
 
 def true() -> Tensor:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
-from laconic.comm.requests import Averaged, Exchange, Request
-from laconic.comm.timeout import CollectiveTimeout
+from laconic.comm.requests import Averaged, Exchange, First, Request, all_true, operation, payload_bytes
+from laconic.ledger import Ledger
 
 
 @dataclass(eq=False)
@@ -58,6 +60,55 @@ class Running:
     collectives: Generator[Any, None, Tensor] | None = None
     work: Any = None
     launched_s: float = 0.0
+    held: Tensor | None = None
+    """What it has asked `Decide` with: it waits for the flush, and launches nothing more."""
+    answer: Tensor | None = None
+    """The answer to `Decide`, to be sent next."""
+
+    def record(self, ledger: Ledger, rank: int, workers: int, level: str) -> None:
+        """Write the collective that has ended to the ledger."""
+        assert self.request is not None
+        distance = (rank - self.request.worker) % workers if isinstance(self.request, First) else 0
+        ledger.record(
+            operation(self.request),
+            payload_bytes(self.request),
+            workers,
+            phase=self.phase,
+            level=level,
+            round_=self.round,
+            step=self.step,
+            seconds=time.perf_counter() - self.launched_s,
+            distance=distance,
+        )
+
+
+class OwnStream:
+    """A CUDA stream for the exchanges of a queue, so that backward goes on meanwhile; futures carry its events."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def of(self, exchanges: Iterable[Running]) -> Iterator[None]:
+        """Work on it for exchanges of CUDA tensors; for all others, do nothing."""
+        values = (value for running in exchanges for value in running.batch.values)
+        device = next((value.device for value in values if value.is_cuda), None)
+        if device is None:
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def decide(held: Sequence[Running], ended: Iterable[Callable[[], Tensor]], void: bool) -> None:
+    """Give all exchanges that have asked `Decide` one answer: whether they and those that have `ended` are finite."""
+    asked = [running.held for running in held if running.held is not None]
+    verdict = torch.zeros_like(asked[0]) if void else all_true([*asked, *(finite() for finite in ended)])
+    for running in held:
+        running.answer, running.held = verdict, None
 
 
 def new_future(value: Tensor) -> Future[Tensor]:
@@ -79,23 +130,3 @@ def wait_for(future: Future[Tensor]) -> None:
         future.add_done_callback(lambda _: done.set())
         done.wait()
     future.wait()
-
-
-@dataclass(frozen=True)
-class EndThread:
-    """Ends the thread of a queue."""
-
-
-def end_thread(items: queue.SimpleQueue[Any], thread: threading.Thread, timeout_s: float = 10) -> bool:
-    """End the thread of a queue after what is queued; return whether it has ended."""
-    items.put(EndThread())
-    if thread is not threading.current_thread():
-        thread.join(timeout_s)
-    return not thread.is_alive()
-
-
-def leave_thread(items: queue.SimpleQueue[Any], thread: threading.Thread, timeout: CollectiveTimeout | None) -> None:
-    """End the thread of a queue that nobody has closed, soon also if it waits for another worker."""
-    if not end_thread(items, thread, timeout_s=1) and timeout is not None:
-        timeout.cancel()
-        thread.join(10)

@@ -1,6 +1,6 @@
 """Starts the workers of a run on this machine, with torch's elastic launcher, and ends them in every case.
 
-- A worker fails: the launcher stops the others, and `WorkerError` names the worker and its error.
+- A worker fails: the launcher stops the others, and `WorkerError` (failures.py) names the worker and its error.
 - A signal (Ctrl-C, SIGTERM, a closed terminal): `Stopped` passes through the launcher, which ends the workers.
 - This process is killed: on Linux, the kernel ends the workers (`namespaces.die_with_parent`).
 """
@@ -8,7 +8,6 @@
 import json
 import logging
 import os
-import re
 import signal
 import socket
 import sys
@@ -23,8 +22,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from laconic.compare.failures import aborted_after_end, killed_by, worker_error
 from laconic.compare.links import Link
-from laconic.compare.progress import Tail, progress_file
 from laconic.compare.records import Outcome, read_outcome
 from laconic.compare.reporter import FOLDER, write_goal
 from laconic.compare.settings import LabError, Run, usable_cores
@@ -34,13 +33,8 @@ from laconic.session import observers
 LOOPBACK = "127.0.0.1"
 REPORTER = "laconic.compare.reporter:from_env"
 STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
-CONSEQUENCES = ("connection closed", "connection reset", "broken pipe", "timed out", "lostworkererror", "by sigterm")
-"""What the errors of workers contain that lost their peer, or that the launcher stopped."""
-_ERROR = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit)(?::.*)?(?:\n .*)*)$", re.MULTILINE)
 
-
-class WorkerError(RuntimeError):
-    """A worker failed. The message names the worker, the step and the error."""
+logger = logging.getLogger(__name__)
 
 
 class Stopped(BaseException):
@@ -87,7 +81,13 @@ def launch(run: Run, folder: Path, network: Network | None = None) -> Outcome:
         with environment(report_variables(run, folder), run.workers, hosts=network.slow is not None):
             run_elastic(run.workers, folder, network.port, sys.executable, *command)
     except ChildFailedError as error:
-        raise _worker_error(error, run, folder) from None
+        first, _ = error.get_first_failure()
+        codes = {worker: error.failures[worker].exitcode for worker in (first, *error.failures)}
+        if not aborted_after_end(run, folder, codes):
+            raise worker_error(run, folder, codes) from None
+        logger.warning(
+            "%s: worker %d was %s after its end; its results are used.", run.title, first, killed_by(codes[first])
+        )
     return read_outcome(run, folder)
 
 
@@ -181,47 +181,3 @@ def environment(changes: Mapping[str, str], workers: int, hosts: bool = False) -
     if loopback and not hosts:
         given["GLOO_SOCKET_IFNAME"] = loopback[0]
     return variables({**given, **os.environ, **changes})
-
-
-def _worker_error(error: ChildFailedError, run: Run, folder: Path) -> WorkerError:
-    """Name the worker that failed first, not one that failed or was stopped as a consequence."""
-    first, _ = error.get_first_failure()
-    errors = {worker: last_error(_log(folder, worker)) for worker in (first, *range(run.workers))}
-    for worker, failure in error.failures.items():
-        if failure.exitcode < 0 and (not errors[worker] or failure.exitcode != -signal.SIGTERM):
-            errors[worker] = killed_by(failure.exitcode)
-        elif not errors[worker]:
-            errors[worker] = (_log(folder, worker).splitlines() or [killed_by(failure.exitcode)])[-1]
-    causes = [worker for worker, text in errors.items() if text and not any(x in text.lower() for x in CONSEQUENCES)]
-    culprit = causes[0] if causes else first
-    reports = Tail(progress_file(folder, culprit)).read()
-    when = f"after step {reports[-1].step}" if reports else "at start"
-    return WorkerError(
-        f"worker {culprit} of {run.workers} of {run.title} failed {when}, with plan {run.plan}: "
-        f"{errors[culprit].rstrip('.')}. The other workers were stopped."
-    )
-
-
-def _log(folder: Path, worker: int) -> str:
-    """What a worker wrote to stderr, without the prefix that torch adds to a traceback."""
-    logs = sorted(folder.glob(f"*/attempt_0/{worker}/stderr.log"))
-    return re.sub(r"^\[rank\d+\]: ?", "", "".join(log.read_text(errors="replace") for log in logs), flags=re.M).strip()
-
-
-def last_error(log: str) -> str:
-    """The last error of a log in one line, without its module; "" if there is none.
-
-    >>> last_error("Traceback:\\n  f()\\ntorch.SomeError: no\\n  more\\na warning")
-    'SomeError: no more'
-    """
-    found = _ERROR.findall(log)
-    return " ".join(found[-1].split()) if found else ""
-
-
-def killed_by(exit_code: int) -> str:
-    """Describe how a process ended.
-
-    >>> killed_by(-9), killed_by(3)
-    ('killed by SIGKILL', 'it exited with code 3')
-    """
-    return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"it exited with code {exit_code}"

@@ -9,9 +9,12 @@ process group of its own, so its traffic is neither in the ledger nor on the lin
 from __future__ import annotations
 
 import array
+import atexit
+import contextlib
 import importlib
 import json
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -24,9 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from laconic.compare.inputs import Fingerprints, imported_files
 from laconic.compare.links import Link, collective_s, framing_bytes, link
 from laconic.compare.namespaces import CONTROL_INTERFACE_VARIABLE, INTERFACE_VARIABLE
-from laconic.compare.progress import Ending, Goal, Progress, progress_file
+from laconic.compare.progress import Ending, Goal, Progress, Tail, progress_file
 from laconic.ledger import Entry, Ledger
 from laconic.session.observers import StepObserver
 from laconic.session.session import Session
@@ -34,6 +38,7 @@ from laconic.session.session import Session
 FOLDER = "LACONIC_REPORT"
 GOAL = "goal.json"
 ABOUT = "about.json"  # where worker 0 writes the plan and the number of parameters
+FILES = "files.json"  # where worker 0 writes the fingerprints of the modules that it has imported
 SMOOTHED = 8  # reports in the mean that is compared with the target loss
 CHECKED_EVERY = 4  # reports; workers do not wait for each other in between
 
@@ -47,6 +52,22 @@ def write_goal(folder: Path, goal: Goal, computed: Link | None) -> None:
 def seconds_file(folder: Path, worker: int) -> Path:
     """The file to which a worker writes the seconds of each collective, as doubles."""
     return folder / f"worker-{worker}.seconds"
+
+
+def read_files(folder: Path) -> Fingerprints:
+    """The fingerprints of the modules that worker 0 has imported."""
+    found: Fingerprints = json.loads((folder / FILES).read_text())
+    return found
+
+
+def has_ended(folder: Path, worker: int) -> bool:
+    """Whether a worker has reached the goal of the run, or has come to the end of its script without an error."""
+    reports = Tail(progress_file(folder, worker)).read()
+    return bool(reports) and (bool(reports[-1].ended) or _end_file(folder, worker).exists())
+
+
+def _end_file(folder: Path, worker: int) -> Path:
+    return folder / f"worker-{worker}.end"
 
 
 def from_env() -> CompareReporter | None:
@@ -73,6 +94,8 @@ class CompareReporter(StepObserver):
             parameters = sum(p.numel() for p in session.parameters.values())
             about = {"plan": repr(session.plan), "parameters": parameters}
             (self._folder / ABOUT).write_text(json.dumps(about))
+            self._write_files()
+        atexit.register(self._end)
         self._file = progress_file(self._folder, self._worker).open("w", buffering=1)
         seconds = seconds_file(self._folder, self._worker).open("wb", buffering=0)
         self._times = TimedLedger(session.ledger, self._computed, seconds)
@@ -97,6 +120,20 @@ class CompareReporter(StepObserver):
         """Close the files."""
         self._file.close()
         self._times.close()
+
+    def _write_files(self) -> None:
+        """Write the fingerprints of the modules that are imported by now. Earlier ones stay as they were."""
+        path = self._folder / FILES
+        before = read_files(self._folder) if path.exists() else {}
+        path.write_text(json.dumps(imported_files() | before))
+
+    def _end(self) -> None:
+        """Record that the script has come to its end, unless an error has ended it. Called when Python exits."""
+        with contextlib.suppress(OSError):  # the folder may be gone
+            if getattr(sys, "last_value", None) is None:
+                _end_file(self._folder, self._worker).touch()
+            if self._worker == 0:
+                self._write_files()
 
     def _progress(self, session: Session, loss: float, seconds: float, ended: Ending) -> Progress:
         ledger, times = session.ledger, self._times

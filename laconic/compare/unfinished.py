@@ -1,7 +1,7 @@
 """Keeps the finished runs of a comparison until all are finished, so that the same command can continue it.
 
-The runs are in the user's cache folder, under a digest of everything that the results depend on. A cache that cannot be
-read or written is treated as empty.
+The runs are in the user's cache folder, under a digest of the settings, each with the fingerprints of the files that
+its results depend on. A cache that cannot be read or written is treated as empty.
 """
 
 import contextlib
@@ -9,15 +9,24 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 import laconic
 from laconic.atomic_write import write_atomically
+from laconic.compare.inputs import Fingerprints, changed
 from laconic.compare.records import Outcome, Point
-from laconic.compare.settings import Run, Script
+from laconic.compare.settings import Run
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The outcome of a run, and the files that it depends on."""
+
+    outcome: Outcome
+    files: Fingerprints
 
 
 class Unfinished:
@@ -27,18 +36,23 @@ class Unfinished:
         root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         self._path = Path(root, "laconic", "unfinished", f"{digest(runs, link)}.json")
 
-    def load(self) -> list[Outcome]:
-        """The outcomes that were saved, in their order."""
+    def load(self) -> tuple[list[Finished], str | None]:
+        """The runs that were saved, in their order, up to the first for which a file has changed; and that file."""
         try:
-            return [_outcome(row) for row in json.loads(self._path.read_text())]
+            rows = json.loads(self._path.read_text())
+            found = [Finished(_outcome(row["outcome"]), dict(row["files"])) for row in rows]
         except (OSError, ValueError, KeyError, TypeError):
-            return []
+            return [], None
+        for index, each in enumerate(found):
+            if (path := changed(each.files)) is not None:
+                return found[:index], path
+        return found, None
 
-    def save(self, outcomes: Sequence[Outcome]) -> None:
-        """Save the outcomes so far."""
+    def save(self, finished: Sequence[Finished]) -> None:
+        """Save the runs so far."""
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, json.dumps([asdict(outcome) for outcome in outcomes]).encode())
+            write_atomically(self._path, json.dumps([asdict(each) for each in finished]).encode())
 
     def remove(self) -> None:
         """Remove what was saved: the comparison is finished."""
@@ -47,9 +61,8 @@ class Unfinished:
 
 
 def digest(runs: Sequence[Run], link: str | None) -> str:
-    """A digest of all that the results depend on: settings, link, versions, and the text of the script."""
+    """A digest of the settings that the results depend on: all options, link and versions."""
     facts = [laconic.__version__, torch.__version__, link, *map(repr, runs), os.getcwd()]
-    facts += [run.script.read_text(errors="replace") for run in runs[:1] if isinstance(run, Script)]
     return hashlib.sha256("\0".join(map(str, facts)).encode()).hexdigest()[:32]
 
 

@@ -14,13 +14,15 @@ def human_bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def times_fewer(first: int, other: int) -> str:
+def ratio(first: float, other: float) -> str:
     """The ratio of `first` to `other`, or "-" if `other` is 0.
 
-    >>> times_fewer(1000, 31), times_fewer(1000, 1000), times_fewer(1000, 0)
-    ('32.3x', '1.0x', '-')
+    >>> ratio(1000, 31), ratio(1000, 1000), ratio(31, 1000), ratio(1000, 0)
+    ('32.3x', '1.0x', '0.031x', '-')
     """
-    return f"{first / other:.1f}x" if other else "-"
+    if not other:
+        return "-"
+    return f"{first / other:.1f}x" if first >= other else f"{first / other:.2g}x"
 
 
 def times(more: float, less: float) -> str:

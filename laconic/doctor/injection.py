@@ -105,6 +105,7 @@ class FaultInjector(StepObserver):
     def __init__(self, wanted: Sequence[Fault]) -> None:
         self._wanted = wanted
         self._pending: list[Fault] = []
+        self._first_step = 0
         self._handles: list[RemovableHandle] = []
 
     def attached(self, session: Session) -> None:
@@ -115,12 +116,15 @@ class FaultInjector(StepObserver):
             logger.warning("%s: %s ignored, there are %d workers.", INJECT, ", ".join(absent), session.workers)
         worker = 0 if session.group is None else session.group.rank()
         self._pending = [each for each in remaining if each.worker == worker]
+        self._first_step = min((each.step for each in remaining), default=0)
         if any(each.kind == "nan" for each in self._pending):
             hook, trained = partial(self._nan_in_backward, session), session.parameters.values()
             self._handles = [p.register_hook(hook) for p in trained if p.requires_grad]
 
     def before_step(self, session: Session) -> None:
-        """Inject the faults of the step that begins."""
+        """Inject the faults of the step that begins. Before the first fault of any worker, record the timeout."""
+        if session.step + 1 == self._first_step:
+            _write_mark(timeout_s=session.timeout_s)
         for due in [each for each in self._pending if each.step == session.step + 1]:
             self._take(due)
             if due.kind == "slow":
@@ -164,18 +168,19 @@ class AttachOnly(StepObserver):
 
 @dataclass(frozen=True)
 class Mark:
-    """What a worker has recorded: the plan that it attached, or a fault that it injected."""
+    """What a worker has recorded: the plan that it attached, a fault that it injected, or its timeout at that time."""
 
     worker: int
     time_s: float
     plan: str | None = None
     fault: str | None = None
+    timeout_s: float | None = None
 
 
-def _write_mark(plan: str | None = None, fault: str | None = None) -> None:
+def _write_mark(plan: str | None = None, fault: str | None = None, timeout_s: float | None = None) -> None:
     folder = os.environ.get(MARKS)
     if folder is not None:
-        mark = Mark(int(os.environ.get("RANK", "0")), time.time(), plan, fault)
+        mark = Mark(int(os.environ.get("RANK", "0")), time.time(), plan, fault, timeout_s)
         with Path(folder, f"marks-{mark.worker}.jsonl").open("a") as file:
             file.write(json.dumps(asdict(mark)) + "\n")
 

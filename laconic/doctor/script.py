@@ -15,8 +15,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import laconic
 from laconic.checks.outliers import names, outliers
+from laconic.compare.failures import killed_by
 from laconic.compare.folders import run_folder
-from laconic.compare.launch import LOOPBACK, environment, killed_by
+from laconic.compare.launch import LOOPBACK, environment
 from laconic.compare.settings import LabError, check_count, check_positive
 from laconic.compare.slow_link import PROGRAM
 from laconic.doctor.finding import Finding, finding
@@ -28,6 +29,9 @@ POLL_S, KEPT_LINES = 0.05, 200
 PIPE_S = 2.0  # children of the script may keep its pipe open
 ATTACH_WARNING = "attach: "  # how a warning of laconic.attach begins on stderr
 _ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)(?::|$)")
+_ABORT = re.compile(r"\s*what\(\): |Fatal Python error|\[[EF]\d{4} ")
+_NOISE = re.compile(r"\s|\[[WI]\d{4} |.*\b\w*Warning\b|terminate called|WARNING\b")
+"""Lines that do not tell why a process ended: indented ones, and warnings of Python and of torch's C++."""
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch writes it before each line of a worker's traceback
 
 
@@ -70,6 +74,8 @@ class WorkerExit:
     """When and why the doctor killed the script, if it did."""
     plan: str | None = None
     """The plan that the script attached, if `laconic.attach` came to its end."""
+    timeout_s: float | None = None
+    """How long the session would wait for a collective, when the first fault was injected."""
 
     @property
     def error(self) -> tuple[float, str]:
@@ -89,10 +95,17 @@ class WorkerExit:
     @property
     def reason(self) -> str:
         """Why the script ended: the error or its last line, with how the process ended unless it exited by itself."""
-        last_line = self.error[1] or (self.lines[-1][1] if self.lines else "")
+        last_line = self.error[1] or self._last_line
         if self.code > 0 and last_line:
             return last_line
         return self.ending + (f"; its last line: {last_line}" if last_line else "")
+
+    @property
+    def _last_line(self) -> str:
+        """The last line about an abort, else the last that is not a warning, else the last line."""
+        lines = [line for _, line in reversed(self.lines)]
+        telling = [line.strip() for line in lines if _ABORT.match(line)]
+        return (*telling, *(line for line in lines if not _NOISE.match(line)), *lines, "")[0]
 
 
 def open_store() -> TCPStore:
@@ -135,10 +148,10 @@ class _Process:
             for line in filter(str.strip, lines):
                 self._lines.append((time.time(), _RANK_PREFIX.sub("", line.rstrip())))
 
-    def wait(self, plan: str | None) -> WorkerExit:
+    def wait(self, plan: str | None, timeout_s: float | None) -> WorkerExit:
         code = self.popen.wait()
         self._reader.join(PIPE_S)
-        return WorkerExit(self.worker, code, tuple(self._lines), self.killed, plan)
+        return WorkerExit(self.worker, code, tuple(self._lines), self.killed, plan, timeout_s)
 
 
 def _run(run: ScriptRun, folder: Path, environs: Sequence[Mapping[str, str]]) -> list[WorkerExit]:
@@ -158,8 +171,10 @@ def _run(run: ScriptRun, folder: Path, environs: Sequence[Mapping[str, str]]) ->
     finally:
         for each in processes:
             each.popen.kill()
-    plans = {mark.worker: mark.plan for mark in read_marks(folder) if mark.plan}
-    return [each.wait(plans.get(each.worker)) for each in processes]
+    marks = read_marks(folder)
+    plans = {mark.worker: mark.plan for mark in marks if mark.plan}
+    timeouts = {mark.worker: mark.timeout_s for mark in marks if mark.timeout_s}
+    return [each.wait(plans.get(each.worker), timeouts.get(each.worker)) for each in processes]
 
 
 def _lost(marks: Sequence[Mark]) -> set[int]:
@@ -198,7 +213,7 @@ def _not_attached(absent: Sequence[WorkerExit]) -> Finding:
 def inject_faults(run: ScriptRun) -> list[Finding]:
     """Run a script with faults on this machine, and report how each worker ended."""
     exits, injected = run_here(run)
-    return check_injected(run, injected) + [check_exit(each, injected) for each in exits]
+    return check_injected(run, injected) + [check_exit(each, injected, run.limit_s) for each in exits]
 
 
 def check_injected(run: ScriptRun, injected: Sequence[Mark]) -> list[Finding]:
@@ -216,16 +231,16 @@ def check_injected(run: ScriptRun, injected: Sequence[Mark]) -> list[Finding]:
     return findings
 
 
-def check_exit(each: WorkerExit, injected: Sequence[Mark]) -> Finding:
-    """Report how a worker ended, with which error, and how long after the fault."""
+def check_exit(each: WorkerExit, injected: Sequence[Mark], limit_s: float) -> Finding:
+    """Report how a worker ended, with which error, and how long after the fault. `limit_s` is that of the script."""
     name = f"worker {each.worker}"
     if each.worker in _lost(injected) and (each.code < 0 or each.killed):
         return Finding(name, "ok", f"{each.ending}, as the fault demands")
     if each.killed:
-        why = "It did not notice the fault: it waits in code outside laconic, or its timeout is longer."
-        return Finding(name, "problem", each.reason, why, "Give laconic.attach a timeout_s, or raise --seconds.")
+        return Finding(name, "problem", each.reason, *_not_noticed(each.timeout_s, limit_s))
     after = [(time_s, line) for time_s, line in each.lines if injected and time_s >= injected[0].time_s]
-    time_s, line = each.error if each.code and each.error_class else (*after, (0.0, ""))[0]
+    telling = [(time_s, line) for time_s, line in after if not _NOISE.match(line)]
+    time_s, line = each.error if each.code and each.error_class else (*telling, *after, (0.0, ""))[0]
     before = [mark.time_s for mark in injected if mark.time_s <= time_s]
     when = f", {time_s - before[-1]:.2f} s after the fault" if before else ""
     if each.code == 0:
@@ -233,3 +248,15 @@ def check_exit(each: WorkerExit, injected: Sequence[Mark]) -> Finding:
     why = "This is not one of laconic's own errors: the script or torch failed first, and does not name the worker."
     way_out, found = "Look at this error in the script's own output.", f"exit code {each.code}{when}: {each.reason}"
     return finding(name, each.error_class in laconic.__all__, found, why, way_out, "warning")
+
+
+def _not_noticed(timeout_s: float | None, limit_s: float) -> tuple[str, str]:
+    """Return why a worker did not notice a fault within the time limit of the script, and what to do."""
+    if timeout_s is None:
+        why = "It did not notice the fault: it waits in code outside laconic, or its timeout is longer."
+        return why, "Give laconic.attach a timeout_s, or raise --seconds."
+    if timeout_s < limit_s:
+        why = f"It did not notice the fault within its timeout_s of {timeout_s:g}: it waits in code outside laconic."
+        return why, "Look for a collective of the script's own, such as a barrier, or raise --seconds."
+    why = f"Its timeout_s is {timeout_s:g}, longer than the time limit of the script (--seconds {limit_s:g})."
+    return why, f"Raise --seconds above {timeout_s:g}, or give laconic.attach a shorter timeout_s."

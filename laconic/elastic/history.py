@@ -102,7 +102,7 @@ class History:
             if last:
                 self._store.mark_last(self.generation)
         except (checkpoint.CheckpointError, OSError) as error:
-            logger.error("step %d could not be saved: %s", snapshots[-1].step, error)
+            logger.warning("step %d could not be saved, and the run goes on: %s", snapshots[-1].step, error)
 
 
 class SnapshotStore:

@@ -23,6 +23,7 @@ from laconic import DisagreementError, Session
 from laconic.elastic.errors import ElasticError, EndedError, ReplacedError, StoreLostError
 from laconic.elastic.group import connect, leave, regroup
 from laconic.elastic.history import History, SnapshotStore
+from laconic.elastic.members_log import MembersLog
 from laconic.elastic.parts import is_loss, parts_of
 from laconic.elastic.rendezvous import Member, Membership
 from laconic.elastic.snapshot import Committed, Stateful
@@ -68,6 +69,7 @@ class Run:
         self._history = History(parts_of(session, model, optimizer, also), store, on_commit)
         self._commits = CommitClock(session, every)
         self._membership: Membership | None = None
+        self._members_log = MembersLog()
         self._stop = self._leave_asked = self._ended = False
         self._total = 0
         self._idle = True
@@ -197,7 +199,9 @@ class Run:
         """Continue without the workers that were lost, and return True; False for any other error."""
         if not is_loss(self.session, error):
             return False
-        logger.warning("after step %d: %s", self._history.newest.step, error)
+        after = self._history.newest.step
+        logger.warning("a worker was lost after step %d; the run goes on: the others form a new group.", after)
+        logger.info("how it was noticed: %s", error)
         self._recover()
         return True
 
@@ -257,7 +261,10 @@ class Run:
             self.world.report_failure(membership)
             raise
         except RuntimeError as error:
-            logger.warning("attempt %d: %s", membership.attempt, str(error).partition("\n")[0])
+            reason = str(error).partition("\n")[0]
+            logger.info(
+                "the group of attempt %d was not formed, the next attempt follows: %s", membership.attempt, reason
+            )
             self.world.report_failure(membership)
             return False
         self._idle = True
@@ -278,4 +285,4 @@ class Run:
         world.rendezvous.confirm(membership)
         world.monitor.watch_for_joins(membership.attempt + 1)
         world.monitor.on_death = self.session.cancel_wait
-        logger.info("generation %d continues after step %d: %s", self.generation, membership.base, self.members)
+        self._members_log.log(self.members, membership.base)

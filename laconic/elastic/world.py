@@ -25,9 +25,15 @@ CONNECT_S = 30.0
 def serve(port: int = 0, host: str = "0.0.0.0") -> TCPStore:
     """Host the store of a run in this process, which must outlive the workers; keep the returned object.
 
-    The store listens on all interfaces and has no authentication: keep its port inside your network.
+    The store listens on the address `host` alone, by default on all interfaces. It has no authentication: keep its port
+    inside your network.
     """
-    return TCPStore(host, port, is_master=True, wait_for_workers=False)
+    listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listening.getsockname()[1]
+    # torch's other backend reads in one thread: a client that sends half a message blocks it for good.
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(), use_libuv=True
+    )
 
 
 def join(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from math import inf
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +18,8 @@ from torch.optim import Optimizer
 
 from laconic.comm.requests import State, Tensors
 from laconic.values import as_code, is_number
+
+_REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 @runtime_checkable
@@ -110,7 +113,14 @@ class Optim:
                 f"Optim(options={self.options!r}): options are the optimizer's keywords, such as {{'lr': 0.1}}."
             )
         object.__setattr__(self, "options", dict(self.options))
-        self._make([torch.zeros(1, requires_grad=True)])
+        made = self._make([torch.zeros(1, requires_grad=True)])
+        takes = signature(made.step).parameters.values()
+        needed = [each.name for each in takes if each.default is each.empty and each.kind not in _REST]
+        if needed:
+            raise ValueError(
+                f"Optim({self.optimizer!r}): its step needs {needed[0]}, and an outer step has only the mean deltas, "
+                'no loss to compute again. Choose an optimizer whose step takes no argument, such as "SGD" or "AdamW".'
+            )
 
     @property
     def adopts(self) -> bool:

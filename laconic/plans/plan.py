@@ -77,6 +77,14 @@ class Plan:
                     "choose a longer period."
                 )
 
+    def check_fragments(self, tensors: int) -> None:
+        """Refuse a model with fewer trained tensors than this plan has fragments."""
+        if self.schedule.fragments > tensors:
+            raise ValueError(
+                f"{self!r}: a model of {tensors} trained tensors cannot be cut into {self.schedule.fragments} "
+                f"fragments. Use {tensors} or fewer."
+            )
+
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
         """Return what is averaged at `step`, and among whom; an empty tuple for a local step."""
         if step < self.schedule.start:
@@ -101,12 +109,12 @@ class Plan:
         nested = self.schedule.groups.values() if isinstance(self.schedule, Nested) else (None,)
         return (*sizes, *nested)
 
-    @property
+    @cached_property
     def local(self) -> bool:
         """Whether workers hold different weights after some steps."""
         return self.schedule.syncs_at(self.schedule.start) != GRADIENTS
 
-    @property
+    @cached_property
     def needs_anchor(self) -> bool:
         """Whether rounds average deltas from an anchor instead of the weights themselves."""
         delayed = isinstance(self.schedule, Streaming) and self.schedule.delay > 0

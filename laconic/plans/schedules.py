@@ -39,7 +39,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class SyncClock:
-    """What a schedule may use besides the step: when weights were last averaged, and the learning rate since then."""
+    """What a schedule may use besides the step: when weights were last averaged, the largest learning rate since."""
 
     since: int
     lr: float = inf
@@ -173,8 +173,9 @@ class Nested:
 class Quadratic:
     """Weights after a period that grows as the learning rate falls: (growth / lr)², but at least `floor`.
 
-    The quadratic synchronisation rule, Gu et al. 2023, arXiv:2310.14423. The learning rate is read from the optimizer
-    at the first step after each round and must be the same on all workers.
+    The quadratic synchronisation rule, Gu et al. 2023, arXiv:2310.14423. `lr` is the largest learning rate since the
+    last round, of the first optimizer's first group, and must be the same on all workers. So one that falls sets the
+    period at the first step of a round, as in the paper, and a warm-up shortens the round that it is in.
 
     >>> schedule = Quadratic(growth=0.02, floor=4)
     >>> [schedule.period_at(lr) for lr in (0.1, 0.01, 0.004)]

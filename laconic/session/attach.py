@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic.checks.agreement import agree, parameter_facts
-from laconic.checks.divergence import DivergenceCheck, first_difference
+from laconic.checks.agreement import agree, difference, parameter_facts
+from laconic.checks.divergence import DivergenceCheck, differences
 from laconic.checks.errors import DisagreementError
 from laconic.checks.finite import NonFinite, NonFiniteCheck
 from laconic.comm.groups import Given, Levels, whole_of
 from laconic.comm.queue import CollectiveQueue
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
+from laconic.session.anchor import Anchors
 from laconic.session.ddp import DDPPath, find_ddp
 from laconic.session.fsdp import ShardedPath, check_sharded, replicas_of
 from laconic.session.grad_scaler import ScaledSteps, skips_itself
@@ -29,7 +32,8 @@ from laconic.session.observers import observers_from_env
 from laconic.session.session import Session
 from laconic.session.steps import Steps
 from laconic.session.stop import StepHeaders, Stop
-from laconic.session.weights import Anchors, Commit, WeightSync
+from laconic.session.weights import Commit, WeightSync
+from laconic.session.wrapping import check_first_step, check_wrapping, remember
 from laconic.torch_private.fsdp import find_units
 
 logger = logging.getLogger(__name__)
@@ -50,6 +54,7 @@ def attach(
     nonfinite: NonFinite | None = None,
     verify_every: int | None = None,
     compress_alone: bool = False,
+    scaler: GradScaler | None = None,
 ) -> Session:
     """Synchronise the workers that hold copies of `model` as `plan` says.
 
@@ -57,8 +62,9 @@ def attach(
 
     Args:
         plan: When workers synchronise, how tensors are encoded, what is done with the mean, and with whom.
-        model: A DDP model, one sharded by FSDP2, or a bare module, compiled or not.
-        optimizer: One optimizer, or several that step one after the other: a step is over when the last has stepped.
+        model: A DDP model, one sharded by FSDP2, or a bare module, compiled or not. A bare module averages gradients at
+            the optimizer's step: before clipping them, call `session.average_gradients()`.
+        optimizer: One optimizer, or all that train the model: a step is over when each has stepped once, in any order.
         group: The workers that synchronise: by default DDP's group or the world; of a sharded model, those that
             hold the same shards. Without torch.distributed it is a world of one, where nothing is sent.
         levels: The groups inside it that the plan may name, from a DeviceMesh (innermost dimension last) or as this
@@ -80,13 +86,15 @@ def attach(
             compared bit for bit. By default after every synchronisation of weights and every 100 steps of gradients;
             0 is never.
         compress_alone: Whether the codec also runs in a world of one, to measure it; nothing is sent there.
+        scaler: The GradScaler of the training, if there is one. A DDP or sharded model averages scaled gradients, and
+            error feedback must know when the loss scale changes. Bare modules do not need it.
 
     Raises:
         DisagreementError: On all workers, if they differ in model, plan or versions.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = check_arguments(plan, model, optimizer)
+    check_wrapping(model)
     units = find_units(model)
-    check_arguments(plan, model, optimizers)
     observers = observers_from_env()
     ledger = Ledger() if ledger is None else ledger
     ddp = find_ddp(model)
@@ -94,48 +102,57 @@ def attach(
     check_sharded(model, units, plan, whole)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     known = Levels(plan.levels, whole, ledger, levels, timeout_s, device)
-    late = not units and not _on_cpu(model) and all(map(skips_itself, optimizers))
-    policy: NonFinite = nonfinite or ("skip" if late or _on_cpu(model) else "ignore")
-    divergence = DivergenceCheck(verify_every)
-    model_state = ModelState(ddp.module if ddp else model)
-    check = NonFiniteCheck(policy, late=late and policy == "skip")
-    averager = GradientAverager(model_state, known, check, compress_alone)
-    weights = WeightSync(model_state, known, optimizers, commit, anchors, policy, averager.chosen)
-    agree(known.world, "what is attached", handshake_facts(plan, model_state, model, commit))
-    known.prepare(plan.levels)
-    headers = StepHeaders(plan, len(model_state.originals), Stop())
-    scaled = [ScaledSteps(each) for each in optimizers]
-    path: GradientPath
-    if units:
-        path = ShardedPath(units, averager, headers)
-    elif ddp is not None:
-        path = DDPPath(ddp, averager, headers)
-    else:
-        path = ModulePath(averager, headers, scaled)
-    sync_initial_weights(model_state, known.world, sync_initial, ddp is None)
-    steps = Steps(plan, path, averager, weights, divergence, headers, scaled, ledger)
-    session = Session(steps, averager, ledger)
-    session.install(scaled)
+    try:
+        late = not units and not _on_cpu(model) and all(map(skips_itself, optimizers))
+        policy: NonFinite = nonfinite or ("skip" if late or _on_cpu(model) else "ignore")
+        divergence = DivergenceCheck(verify_every)
+        model_state = ModelState(ddp.module if ddp else model, sharded=bool(units))
+        check = NonFiniteCheck(policy, late=late and policy == "skip")
+        averager = GradientAverager(model_state, known, check, compress_alone, scaler if units or ddp else None)
+        weights = WeightSync(model_state, known, optimizers, commit, anchors, policy, averager.chosen)
+        settings = {"commit": commit, "nonfinite": policy, "verify_every": verify_every, "sync_initial": sync_initial}
+        agree(known.world, "what is attached", handshake_facts(plan, model_state, model, optimizers, settings))
+        plan.check_fragments(len(model_state.originals))
+        tell_learning_rates(known.world, optimizers)
+        known.prepare(plan.levels)
+        headers = StepHeaders(plan, model_state, Stop())
+        scaled = [ScaledSteps(each) for each in optimizers]
+        path: GradientPath
+        if units:
+            path = ShardedPath(units, averager, headers)
+        elif ddp is not None:
+            path = DDPPath(ddp, averager, headers)
+        else:
+            path = ModulePath(model, averager, headers, scaled)
+        sync_initial_weights(model_state, known.world, sync_initial, bare=ddp is None)
+        steps = Steps(plan, path, averager, weights, divergence, headers, scaled, ledger)
+        steps.at_first_step = partial(check_first_step, None if path.in_backward else model)
+        session = Session(steps, averager, ledger)
+        session.install(scaled)
+        remember(session)
+    except BaseException:
+        known.close()
+        raise
     for observer in observers:
         session.observe(observer)
     return session
 
 
-def check_arguments(plan: Plan, model: nn.Module, optimizers: list[Optimizer]) -> None:
-    """Refuse what cannot be attached."""
+def check_arguments(plan: object, model: object, optimizer: object) -> list[Optimizer]:
+    """Refuse what cannot be attached; return the optimizers."""
     if not isinstance(plan, Plan):
         raise TypeError(
-            f"attach({plan!r}, ...): the first argument is a Plan, such as laconic.power_sgd(rank=4). "
+            f"attach({_shown(plan)}, ...): the first argument is a Plan, such as laconic.power_sgd(rank=4). "
             "From text: laconic.plan('power_sgd(rank=4)')."
         )
     if not isinstance(model, nn.Module):
+        raise TypeError(f"attach(plan, {_shown(model)}, ...): the second argument is the model, a torch.nn.Module.")
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = [each for each in given if isinstance(each, Optimizer)]
+    if not given or len(optimizers) < len(given):
         raise TypeError(
-            f"attach(plan, {type(model).__name__}, ...): the second argument is the model, a torch.nn.Module."
-        )
-    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
-        raise TypeError(
-            "attach(plan, model, optimizer): a torch.optim.Optimizer is needed, or several in a list, "
-            f"not {[type(each).__name__ for each in optimizers]}."
+            "attach(plan, model, optimizer): the third argument is a torch.optim.Optimizer, or several in a list, not "
+            f"{', '.join(map(_shown, given)) or 'an empty list'}. Schedulers are not attached."
         )
     ours = {id(p) for p in model.parameters()}
     for each in optimizers:
@@ -144,32 +161,63 @@ def check_arguments(plan: Plan, model: nn.Module, optimizers: list[Optimizer]) -
                 f"attach: {type(each).__name__} holds none of the model's parameters: its steps are not the model's. "
                 "Make the optimizer from model.parameters(), after moving the model to its device."
             )
+    return optimizers
 
 
-def handshake_facts(plan: Plan, model_state: ModelState, model: nn.Module, commit: str) -> dict[str, object]:
+def _shown(value: object) -> str:
+    if isinstance(value, str | int | float | None):
+        return repr(value)
+    return value.__name__ if isinstance(value, type) else type(value).__name__
+
+
+def handshake_facts(
+    plan: Plan,
+    model_state: ModelState,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    settings: Mapping[str, object],
+) -> dict[str, object]:
     """State what must be the same on all workers."""
     from laconic import __version__
 
-    facts: dict[str, object] = {"laconic": __version__, "torch": torch.__version__}
-    facts |= {"plan": repr(plan), "commit": commit}
+    facts: dict[str, object] = {"laconic": __version__, "torch": torch.__version__, "plan": repr(plan), **settings}
     facts |= parameter_facts(model.named_parameters())
-    return facts | {name: f"{list(b.shape)} {b.dtype}" for name, b in model_state.all_buffers.items()}
+    facts |= parameter_facts(model_state.all_buffers.items(), "buffer")
+    for index, each in enumerate(optimizers):
+        held = [model_state.name_of.get(id(p), "?") for group in each.param_groups for p in group["params"]]
+        facts[f"optimizer {index}"] = f"{type(each).__name__} of {', '.join(held)}"
+    return facts
+
+
+def tell_learning_rates(queue: CollectiveQueue, optimizers: Sequence[Optimizer]) -> None:
+    """Log a warning on all workers if their learning rates differ: it is rarely meant."""
+    rates = {
+        f"learning rate of optimizer {index}, group {number}": float(group.get("lr", 0.0))
+        for index, each in enumerate(optimizers)
+        for number, group in enumerate(each.param_groups)
+    }
+    found = difference(queue, rates)
+    if found is not None:
+        logger.warning("attach: %s. Workers go on with different learning rates.", found)
 
 
 def sync_initial_weights(
     model_state: ModelState, queue: CollectiveQueue, sync_initial: bool | None, bare: bool
 ) -> None:
-    """Check whether all workers start from the same weights, and give them the first worker's if asked."""
-    found = first_difference(queue, model_state.params)
-    if found is not None and sync_initial is not True:
-        odd, name = found
-        text = f"attach: the first weights of workers {odd} differ from those of the others, first in {name}"
+    """Check whether all workers start from the same model, and give them the first worker's if asked."""
+    tensors = model_state.everything()
+    found = differences(queue, tensors)
+    if not found:
+        return
+    if sync_initial is not True:
+        first = next(iter(found))
+        text = f"attach: the first weights of workers {found[first]} differ from those of the others, first in {first}"
         if sync_initial is False:
             raise DisagreementError(f"{text}. Seed all workers alike, or attach with sync_initial=True.")
         done = "All now have worker 0's." if bare else "They stay different: sync_initial=True would make them equal."
         logger.warning("%s. %s", text, done)
-    if sync_initial or (bare and sync_initial is None):
-        model_state.broadcast(queue)
+    if sync_initial or bare:
+        model_state.of_first_worker(queue, found)
 
 
 def _group_of(

@@ -8,7 +8,7 @@ the layout that was saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from torch.futures import Future
 from laconic.comm.queue import CollectiveQueue
 from laconic.comm.requests import Exchange
 from laconic.comm.running import new_future
+from laconic.session.model_state import ModelState, local_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -113,9 +114,14 @@ class BucketViews:
     means known memory.
     """
 
-    def __init__(self, name_of: Mapping[int, str]) -> None:
-        self._name_of = name_of
+    def __init__(self, model_state: ModelState) -> None:
+        self._model_state = model_state
         self._known: dict[int, tuple[int, Sequence[Tensor], dict[str, Tensor]]] = {}
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all gradients in the buckets of the last backward."""
+        return {name for _, _, tensors in self._known.values() for name in tensors}
 
     def tensors(self, bucket: GradBucket) -> dict[str, Tensor]:
         """Return the bucket's gradients, by the name of their parameter."""
@@ -125,10 +131,20 @@ class BucketViews:
             if known[0] == address and len(known[1]) == len(params) and all(map(is_, known[1], params)):
                 return known[2]
             self._known.clear()  # DDP has rebuilt its buckets: release the old memory
-        grads = bucket.gradients()
-        tensors = {self._name_of[id(p)]: as_laid_out(g, p) for p, g in zip(params, grads, strict=True)}
+        names = self._model_state.name_of
+        tensors = {names[id(p)]: g for p, g in zip(params, gradients_of(bucket), strict=True)}
         self._known[bucket.index()] = (address, params, tensors)
         return tensors
+
+
+def gradients_of(bucket: GradBucket) -> list[Tensor]:
+    """View the gradients in a bucket, each in its parameter's memory layout; complex ones as real numbers.
+
+    The buffer of complex parameters is real, and `bucket.gradients()` takes it for complex: their views are wrong.
+    """
+    params = [local_of(p) for p in bucket.parameters()]
+    parts = bucket.buffer().split([p.numel() for p in params])
+    return [as_laid_out(part.view(p.shape), p) for part, p in zip(parts, params, strict=True)]
 
 
 def as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ A DDP model takes one hook in its life. Ours passes buckets to the session that 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.checks.agreement import Facts
 from laconic.checks.headers import Headers, PendingHeaders
 from laconic.codecs import Codec
 from laconic.codecs.feedback import has_residuals, return_to_residual
@@ -23,6 +24,7 @@ from laconic.plans.plan import Plan
 from laconic.plans.schedules import Level, Sync
 from laconic.session.bucket_queue import BucketQueue, BucketViews
 from laconic.session.buffers import BufferSync
+from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager
 from laconic.session.model_state import local_of
 from laconic.session.stop import StepHeaders
@@ -109,7 +111,7 @@ class DDPPath:
         self._ddp = weakref.ref(ddp)  # as in `_Hook`
         self._step_headers = headers
         self._hook: _Hook | None = None
-        self._views = BucketViews(averager.model_state.name_of)
+        self._views = BucketViews(averager.model_state)
         self._queues: dict[Level, BucketQueue] = {}
         self._sync: Sync | None = None
         self._headers: PendingHeaders | None = None
@@ -118,6 +120,8 @@ class DDPPath:
         self._bitmap_bytes = 0
         self._sent: dict[str, Tensor] = {}
         """The buckets of this backward by name, where DDP may drop some of their means."""
+        self._checked: Facts | None = None
+        """The parameters that DDP was found to average."""
 
     def check_plan(self, plan: Plan) -> None:
         """Accept every plan."""
@@ -174,20 +178,37 @@ class DDPPath:
             if grad is None:
                 return_to_residual(state, {name: mean}, finite)
             elif grad.data_ptr() != mean.data_ptr():
-                differs = (local_of(grad) != mean.to(grad.dtype)).any()
-                return_to_residual(state, {name: mean}, finite & differs)
+                real = local_of(grad)
+                return_to_residual(state, {name: mean}, finite & (real != mean.to(real.dtype)).any())
 
     def _queue(self, level: Level) -> BucketQueue:
         return self._queues.setdefault(level, BucketQueue(self._averager.levels[level], quiet=True))
 
-    def average_now(self) -> Headers | None:
+    def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
         """Do nothing: gradients are averaged in backward."""
         return None
 
-    def before_optimizer(self) -> Headers | None:
+    def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
         """Return the headers that were exchanged beside the gradients. DDP's backward has waited for these."""
         headers, self._headers = self._headers, None
+        if self._sync is not None:
+            self._check_parameters()
         return None if headers is None else headers.wait()
+
+    def _check_parameters(self) -> None:
+        """Refuse parameters that are trained, and that DDP does not average."""
+        ddp, model_state = self._ddp(), self._averager.model_state
+        model_state.refresh()
+        if ddp is None or model_state.facts is self._checked:
+            return
+        averaged = self._views.names | ddp.parameters_to_ignore
+        for name, p in model_state.originals.items():
+            if p.grad is not None and name not in averaged:
+                raise RuntimeError(
+                    f"{name} is trained, and DistributedDataParallel does not average it: it was frozen, or was not "
+                    "there, when the DDP model was made. Make the DDP model again, and attach to it."
+                )
+        self._checked = model_state.facts
 
     def after_optimizer(self) -> None:
         """Give all workers the first worker's buffers, if DDP would do so before the next forward."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Exchange, Gather, Mean, true
+from laconic.comm.requests import Averaged, Exchange, Mean, true
 from laconic.plans.plan import Plan
 from laconic.session.model_state import ModelState, local_of
 
@@ -21,24 +21,39 @@ class ExtraState:
         self._model_state = model_state
         self._optimizers = list(optimizers)
 
-    def averaged(self, plan: Plan, queue: CollectiveQueue) -> dict[str, Tensor]:
-        """Return what is averaged besides weights, as the plan has it."""
+    def of(self, plan: Plan) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        """Return the buffers and this worker's moments that the plan averages."""
         buffers = dict(self._model_state.buffers) if plan.buffers == "average" else {}
-        return buffers | self._moments(queue) if plan.optimizer_state == "average" else buffers
+        return buffers, self.moments() if plan.optimizer_state == "average" else {}
 
-    def _moments(self, queue: CollectiveQueue) -> dict[str, Tensor]:
-        """Return the moments of parameters that have them on every worker."""
-        found: dict[str, dict[str, Tensor]] = {}
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """Return this worker's moments by parameter: what has its shape."""
+        found: dict[str, dict[str, Tensor]] = {name: {} for name in self._model_state.originals}
         for name, p in self._model_state.originals.items():
             for optimizer in self._optimizers:
                 state = optimizer.state.get(p, {})
                 like = {k: local_of(t) for k, t in state.items() if isinstance(t, Tensor) and t.shape == p.shape}
-                found.setdefault(name, {}).update({f"moment:{key}:{name}": t for key, t in like.items()})
-        here = torch.tensor([float(bool(found[name])) for name in found])
-        if queue.workers > 1:
+                found[name] |= {f"moment:{k}:{name}": t for k, t in like.items() if t.is_floating_point()}
+        return found
+
+    @staticmethod
+    def common(moments: Mapping[str, Mapping[str, Tensor]], queue: CollectiveQueue) -> dict[str, Tensor]:
+        """Return the moments of parameters that have them on every worker."""
+        here = torch.tensor([float(bool(moments[name])) for name in moments])
+        if queue.workers > 1 and len(moments):
             here = queue.run(_mean(here.to(queue.device)), "control").mean[""]
-        everywhere = [name for name, share in zip(found, here.tolist(), strict=True) if share == 1]
-        return {key: t for name in everywhere for key, t in found[name].items() if t.is_floating_point()}
+        everywhere = [name for name, share in zip(moments, here.tolist(), strict=True) if share == 1]
+        return {key: t for name in everywhere for key, t in moments[name].items()}
+
+    def equal_counters(self, names: Iterable[str], queue: CollectiveQueue) -> None:
+        """Set the counters that optimizers keep for these parameters, such as Adam's steps, to the largest."""
+        params = [self._model_state.originals[name] for name in names]
+        states = [optimizer.state.get(p, {}) for p in params if p.dim() for optimizer in self._optimizers]
+        counters = [t for state in states for t in state.values() if isinstance(t, Tensor) and t.dim() == 0]
+        if counters:
+            rows = queue.gather(torch.tensor([float(t) for t in counters], dtype=torch.float64))
+            for t, value in zip(counters, rows.amax(0).tolist(), strict=True):
+                t.fill_(value)
 
     def reset_optimizers(self, names: Iterable[str]) -> None:
         """Drop the optimizer state of these parameters."""
@@ -50,12 +65,3 @@ class ExtraState:
 
 def _mean(x: Tensor) -> Exchange:
     return Averaged({"": (yield Mean(x))}, dict, true)
-
-
-def of_first_worker(tensors: Mapping[str, Tensor]) -> Exchange:
-    """Gather from all workers, and keep the tensors of the first."""
-    flat = torch.cat([t.reshape(-1) for t in tensors.values()])
-    rows = yield Gather(flat)
-    parts = rows[0].split([t.numel() for t in tensors.values()])
-    mean = {name: part.view(t.shape) for (name, t), part in zip(tensors.items(), parts, strict=True)}
-    return Averaged(mean, dict, true)

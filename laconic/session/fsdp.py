@@ -25,10 +25,11 @@ from torch.futures import Future
 from laconic.checks.agreement import agree
 from laconic.checks.headers import Headers, exchange_headers
 from laconic.codecs import Codec, Exact
-from laconic.comm.averaging import write, written
+from laconic.comm.averaging import write
 from laconic.comm.requests import State
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Sync
+from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager
 from laconic.session.model_state import local_of
 from laconic.session.stop import StepHeaders
@@ -84,14 +85,15 @@ class ShardedPath:
 
     def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
         """Prepare for the next step. FSDP itself sends nothing between replicas."""
+        self._averager.begin_step(sync, codec)
         self._codec = None if codec is None else self._averager.chosen(codec, self._queue)
         self._kept_local.clear()
 
-    def average_now(self) -> Headers | None:
+    def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
         """Do nothing: gradients are averaged in backward."""
         return None
 
-    def before_optimizer(self) -> Headers | None:
+    def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
         """Exchange headers where they are due."""
         return exchange_headers(self._queue, self._headers.stop_header()) if self._headers.stop_due else None
 
@@ -124,6 +126,9 @@ class ShardedPath:
         if not unit.may_sync:
             self._kept_local.update(names)
             return
+        if self._pending and self._pending[-1].backward != backward_id():  # one that failed: its gradients are lost
+            self._pending.clear()
+            self._queue.flush(void=True)
         pieces = unit.cut(flat, [self._model_state.params[name].shape for name in names if name])
         if pieces is None:
             self._average_whole(unit, names, flat)
@@ -141,10 +146,10 @@ class ShardedPath:
     def _average(
         self, tensors: dict[str, Tensor], state: State, codec: Codec, flat: Tensor, wait: bool
     ) -> Future[Tensor]:
-        exchange = codec.average(tensors, state, reuse=True)
+        exchange = self._averager.encode(tensors, state, codec)
         if flat.is_cuda and self._queue.device.type == "cpu":
             torch.cuda.current_stream(flat.device).synchronize()  # the queue's thread works on another stream
-        future = self._queue.submit(written(exchange, tensors), Payload.GRADIENT, flat)
+        future = self._queue.submit(exchange, Payload.GRADIENT, flat)
         if wait:
             self._queue.flush()
             future.wait()
@@ -157,10 +162,7 @@ class ShardedPath:
         self._queue.flush()
         for each in pending:
             each.future.wait()
-        backward = backward_id()
         for each in reversed(pending):  # a unit may come twice: its gradient is now that of the later one
-            if each.backward != backward:  # of a backward that failed: its gradients are lost
-                continue
             for p, piece, before in zip(each.params, each.pieces, each.before, strict=True):
                 assert p.grad is not None
                 write({"": local_of(p.grad)}, {"": piece})

@@ -8,11 +8,14 @@ the optimizer, and skips the update by removing the gradients for that step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from laconic.torch_private.optimizers import is_nested_step
 
 _FLAG = "_step_supports_amp_scaling"
 
@@ -29,33 +32,46 @@ class ScaledSteps:
         self.optimizer = optimizer
         self._native = skips_itself(optimizer)
         self._removed: list[tuple[Tensor, Tensor]] = []
-        self._flagged = False
+        self._flag: Tensor | None = None
 
-    def install(self) -> ScaledSteps:
-        """Install the hooks."""
+    def declare(self) -> ScaledSteps:
+        """Declare that the optimizer supports scaling: the caller runs `begin_step` and `end_step`."""
         if not self._native:
             setattr(self.optimizer, _FLAG, True)
-        self._hooks = [
-            self.optimizer.register_step_pre_hook(self._before),
-            self.optimizer.register_step_post_hook(self._after),
-        ]
         return self
 
     def remove(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+        """Take the declaration back."""
         if not self._native:
             delattr(self.optimizer, _FLAG)
 
     def __enter__(self) -> ScaledSteps:
-        return self.install()
+        self._hooks = [
+            self.optimizer.register_step_pre_hook(self._before),
+            self.optimizer.register_step_post_hook(self._after),
+        ]
+        return self.declare()
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+        for hook in self._hooks:
+            hook.remove()
         for name in ("found_inf", "grad_scale"):
             if name in vars(self.optimizer):
                 delattr(self.optimizer, name)
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not is_nested_step(optimizer):
+            self.begin_step()
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not is_nested_step(optimizer):
+            self.end_step()
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether a GradScaler drives this step, and the gradients are still multiplied by the loss scale."""
+        return getattr(self.optimizer, "grad_scale", None) is not None
 
     def unscale(self) -> None:
         """Divide the gradients by the loss scale, unless that is done: workers may have different scales."""
@@ -76,13 +92,13 @@ class ScaledSteps:
         if flag is None:
             return
         assert self._native
-        self.optimizer.found_inf = flag  # type: ignore[attr-defined]
-        self._flagged = True
+        self.optimizer.found_inf = self._flag = flag  # type: ignore[attr-defined]
 
     @property
     def scaled(self) -> bool:
         """Whether a GradScaler drives this step, and decides about overflows."""
-        return not self._flagged and getattr(self.optimizer, "found_inf", None) is not None
+        found = getattr(self.optimizer, "found_inf", None)
+        return found is not None and found is not self._flag
 
     def agree(self) -> None:
         """Set `found_inf` from the averaged gradients, which are the same on every worker."""
@@ -93,21 +109,28 @@ class ScaledSteps:
             finite = torch.stack([g.sum() for g in grads]).isfinite().all()
             self.optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = getattr(optimizer, "found_inf", None)
+    def begin_step(self) -> None:
+        """Skip the update if the GradScaler has found an overflow."""
+        found = getattr(self.optimizer, "found_inf", None)
         if self._native or found is None:
             return
         self.unscale()
-        optimizer.found_inf = None  # type: ignore[attr-defined]  # handled here
+        self.optimizer.found_inf = None  # type: ignore[attr-defined]  # handled here
         if float(found) > 0:
             self.skip_step()
 
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def end_step(self) -> None:
+        """Put the gradients of a skipped step back."""
         for p, grad in self._removed:
             p.grad = grad
         self._removed = []
-        if self._flagged:
-            self.optimizer.found_inf, self._flagged = None, False  # type: ignore[attr-defined]
+        if self._flag is not None:
+            self.optimizer.found_inf = self._flag = None  # type: ignore[attr-defined]
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the parameters that the optimizer holds now."""
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
 
     def _with_gradient(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return [p for p in self.parameters() if p.grad is not None]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from laconic.checks.finite import NonFiniteCheck
 from laconic.checks.headers import Headers
 from laconic.codecs import Codec, Exact
-from laconic.comm.averaging import write
+from laconic.codecs.feedback import has_feedback
+from laconic.comm.averaging import write, written
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Exchange
+from laconic.comm.requests import Exchange, State
 from laconic.cost import routed
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
+from laconic.session.grad_scaler import ScaledSteps
+from laconic.session.loss_scale import LossScale
 from laconic.session.model_state import ModelState
 
 
@@ -40,12 +44,12 @@ class GradientPath(Protocol):
         """Prepare for the next step, in which gradients are averaged as `sync` says, or not at all for None."""
         ...
 
-    def average_now(self) -> Headers | None:
-        """Average the gradients of this step early, where they are averaged at the optimizer's step."""
+    def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
+        """Average the gradients of these optimizers early, where they are averaged at the optimizer's step."""
         ...
 
-    def before_optimizer(self) -> Headers | None:
-        """Return once the gradients of this step are averaged, with the headers that all workers exchanged for it."""
+    def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
+        """Return once the gradients of this optimizer are averaged, with the headers that were exchanged for it."""
         ...
 
     def after_optimizer(self) -> None:
@@ -68,17 +72,32 @@ class GradientPath(Protocol):
 class GradientAverager:
     """Averages buckets of gradients through the codec of the step, and checks that they are finite."""
 
-    def __init__(self, model_state: ModelState, levels: Levels, check: NonFiniteCheck, compress_alone: bool) -> None:
+    def __init__(
+        self,
+        model_state: ModelState,
+        levels: Levels,
+        check: NonFiniteCheck,
+        compress_alone: bool,
+        scaler: GradScaler | None = None,
+    ) -> None:
         self.model_state = model_state
         self.levels = levels
         self.check = check
         self._compress_alone = compress_alone
         self._codec: Codec = Exact()
+        self._scale = LossScale(scaler, model_state) if scaler is not None and scaler.is_enabled() else None
+
+    @property
+    def lacks_scale(self) -> bool:
+        """Whether the codec keeps residuals of gradients, and their loss scale is unknown."""
+        return self._scale is None and has_feedback(self._codec)
 
     def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
         """Use this codec among these workers in the next step."""
         if sync is not None and codec is not None:
             self._codec = self.chosen(codec, self.levels[sync.level])
+        if self._scale is not None:
+            self._scale.begin_step()
 
     def chosen(self, codec: Codec, queue: CollectiveQueue) -> Codec:
         """Return the codec that runs: a worker alone has no peer to save bytes for, unless `compress_alone`."""
@@ -86,8 +105,16 @@ class GradientAverager:
 
     def average(self, bucket: dict[str, Tensor]) -> Exchange:
         """Average a bucket of gradients, and write the means over it."""
+        if self._scale is not None:
+            self._scale.rescale()
         codec, state = self._codec, self.model_state.state["gradient"]
         end = yield from self.check.watch(bucket, lambda: codec.average(bucket, state, reuse=True))
         if end.mean is not bucket:
             write(bucket, end.mean)
         return end
+
+    def encode(self, tensors: dict[str, Tensor], state: State, codec: Codec) -> Exchange:
+        """Average tensors through a codec, without a check, and write the means over them."""
+        if self._scale is not None:
+            self._scale.rescale()
+        return (yield from written(codec.average(tensors, state, reuse=True), tensors))

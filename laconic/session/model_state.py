@@ -1,56 +1,120 @@
-"""One worker's copy of the model by name, and what the codecs keep for it."""
+"""One worker's copy of the model by name, and what the codecs keep for it.
+
+The model is looked up again at every synchronisation: code of the user's may rebind `p.data`, replace a buffer,
+unfreeze parameters, or add modules.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from laconic.checks.agreement import Facts, parameter_facts
+from laconic.checks.divergence import differences
+from laconic.codecs.packing import in_buckets, pack, unpack
+from laconic.comm.averaging import written
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import State
+from laconic.comm.requests import Averaged, Exchange, First, State, true
+from laconic.torch_private.modules import tensors_of
 
 
 class ModelState:
     """Parameters and buffers by name, and the state of the codecs and of the outer step.
 
-    `params` are the tensors that are averaged: of a sharded parameter, this worker's shard. `originals` are the
-    parameters as the model and the optimizers know them.
+    `params` are the tensors that are averaged: those of parameters that are trained, or were since `attach`. Of a
+    sharded parameter it is this worker's shard, of a complex one a real view. `originals` are the parameters as the
+    model and the optimizers know them. `refresh` replaces all of them: nobody keeps them across steps.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.originals = {clean(name): p for name, p in model.named_parameters() if p.requires_grad}
-        self.params = {name: local_of(p) for name, p in self.originals.items()}
-        self.all_buffers = {f"buffer:{clean(name)}": local_of(b) for name, b in model.named_buffers()}
-        self.buffers = {name: b for name, b in self.all_buffers.items() if b.is_floating_point()}
-        self.name_of = {id(p): name for name, p in self.originals.items()}
-        self.devices = {name: p.device for name, p in self.params.items()}
+    def __init__(self, model: nn.Module, sharded: bool = False) -> None:
+        self._model = model
+        self._sharded = sharded
+        """Whether FSDP2 shards the model. It exchanges the parameters of its modules: they are looked up only once."""
+        self._seen: object = None
+        self.originals: dict[str, nn.Parameter] = {}
+        self.params: dict[str, Tensor] = {}
+        self.all_buffers: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self.nonfinite_by_design: set[str] = set()
+        """Buffers that held NaN or Inf when they were first seen, such as masks with -inf."""
+        self.name_of: dict[int, str] = {}
+        self.devices: dict[str, torch.device] = {}
+        self.facts = Facts({})
+        """What all workers must have in common: names, shapes and dtypes of what is averaged."""
+        self.unsynced: set[str] = set()
+        """Parameters that came after `attach`, and that may differ between workers still."""
         self.state: dict[str, State] = {}
         """What codecs keep between exchanges of gradients and of weights, and what the outer step keeps."""
         self.reset()
+        self.refresh()
+        self.unsynced.clear()
 
     def reset(self) -> None:
         """Drop all state."""
         self.state = {"gradient": {}, "weights": {}, "outer": {}}
 
+    def refresh(self) -> bool:
+        """Look the model up again; return whether anything has changed: a tensor, its memory, or what is trained."""
+        if self._sharded and self.originals:
+            self.params = {name: local_of(p) for name, p in self.originals.items()}
+            return False
+        params, buffers = tensors_of(self._model)
+        seen = [(id(p), p.requires_grad, p.shape, _address(p)) for p in params]
+        seen += [(id(b), False, b.shape, _address(b)) for b in buffers]
+        if seen == self._seen:
+            return False
+        self._seen = seen
+        trained = {id(p) for p in self.originals.values()} | {id(p) for p in params if p.requires_grad}
+        self._look_up(trained)
+        return True
+
+    def _look_up(self, trained: Collection[int]) -> None:
+        before, devices = self.originals, self.devices
+        self.originals = {name: p for name, p in _by_name(self._model.named_parameters()).items() if id(p) in trained}
+        self.params = {name: local_of(p) for name, p in self.originals.items()}
+        known, buffers = self.buffers, _by_name(self._model.named_buffers())
+        self.all_buffers = {f"buffer:{name}": local_of(b) for name, b in buffers.items()}
+        self.buffers = {name: b for name, b in self.all_buffers.items() if b.is_floating_point()}
+        new_buffers = {name: b for name, b in self.buffers.items() if name not in known}
+        self.nonfinite_by_design |= {name for name, b in new_buffers.items() if not bool(b.isfinite().all())}
+        self.name_of = {id(p): name for name, p in self.originals.items()}
+        self.devices = {name: p.device for name, p in self.params.items()}
+        shown = parameter_facts(self.originals.items()) | parameter_facts(self.all_buffers.items(), "buffer")
+        self.facts = Facts(shown)
+        new = {name for name, p in self.originals.items() if before.get(name) is not p}
+        self.unsynced |= new
+        gone = new | (before.keys() - self.originals.keys())
+        if any(name in before for name in gone):  # what was kept for another parameter of that name
+            self.state = without(self.state, gone)
+        if any(devices.get(name, device) != device for name, device in self.devices.items()):
+            self.state = copied(self.state, self.devices)
+
+    def everything(self) -> dict[str, Tensor]:
+        """Return all parameters, also those that are not trained, and all buffers."""
+        return {name: local_of(p) for name, p in _by_name(self._model.named_parameters()).items()} | self.all_buffers
+
+    def of_first_worker(self, queue: CollectiveQueue, names: Iterable[str]) -> None:
+        """Give every worker the first worker's tensors of these names."""
+        tensors = self.everything()
+        split = in_buckets({name: tensors[name] for name in names})
+        buckets = [{name: tensors[name] for name in bucket} for bucket in split]
+        queue.run_all([written(of_worker(bucket), bucket) for bucket in buckets], "control")
+
+    def sync_new(self, queue: CollectiveQueue) -> None:
+        """Give every worker the first worker's values of parameters that came after `attach`."""
+        if self.unsynced:
+            new = {name: p for name, p in self.params.items() if name in self.unsynced}
+            self.of_first_worker(queue, differences(queue, new))
+            self.unsynced.clear()
+
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the gradient of each parameter, in an order that all workers share."""
         return {name: None if p.grad is None else local_of(p.grad) for name, p in self.originals.items()}
-
-    def broadcast(self, queue: CollectiveQueue) -> None:
-        """Give every worker the weights and buffers of the first, as DDP does when it is made."""
-        if queue.workers == 1:
-            return
-        first = dist.get_process_group_ranks(queue.group)[0]
-        with torch.no_grad():
-            for t in (*self.params.values(), *self.all_buffers.values()):
-                dense = t.contiguous()
-                dist.broadcast(dense, src=first, group=queue.group)
-                t.copy_(dense)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the codecs and of the outer step, without caches."""
@@ -61,20 +125,42 @@ class ModelState:
         self.state = copied(saved["state"], self.devices)
 
 
+def of_worker(tensors: Mapping[str, Tensor], worker: int = 0) -> Exchange:
+    """Send the tensors of one worker, of one dtype and device, to all."""
+    flat = yield First(pack(tensors), worker)
+    return Averaged(unpack(flat, like=tensors), dict, true)
+
+
 def local_of(t: Tensor) -> Tensor:
-    """Return this worker's part of a tensor: the shard of a DTensor, and any other tensor itself."""
+    """Return what is averaged of a tensor: the shard of a DTensor, a real view of a complex one, or the tensor."""
     sharding = sys.modules.get("torch.distributed.tensor")  # slow to import; loaded wherever a DTensor exists
-    return (t.to_local() if sharding is not None and isinstance(t, sharding.DTensor) else t).detach()
+    local = (t.to_local() if sharding is not None and isinstance(t, sharding.DTensor) else t).detach()
+    return torch.view_as_real(local) if local.is_complex() else local
+
+
+def _address(t: Tensor) -> int:
+    if type(t) not in (Tensor, nn.Parameter):
+        t = local_of(t)
+    return t.data_ptr() if t.layout is torch.strided else 0
+
+
+_Named = TypeVar("_Named", bound=Tensor)
+
+
+def _by_name(named: Iterable[tuple[str, _Named]]) -> dict[str, _Named]:
+    """Key tensors by their clean names; by their full names, should two clean ones be the same."""
+    given = dict(named)
+    cleaned = {clean(name): t for name, t in given.items()}
+    return cleaned if len(cleaned) == len(given) else given
 
 
 def clean(name: str) -> str:
-    """Remove what wrappers put into a parameter's name.
+    """Remove what torch.compile puts into a parameter's name.
 
-    >>> clean("module._orig_mod.layers.0.weight")
+    >>> clean("_orig_mod.layers.0._orig_mod.weight")
     'layers.0.weight'
     """
-    name = name.removeprefix("module.")
-    return name.replace("_orig_mod.", "").removeprefix("module.")
+    return name.replace("_orig_mod.", "")
 
 
 def copied(tree: Any, devices: Mapping[str, torch.device] = MappingProxyType({})) -> Any:
@@ -86,6 +172,18 @@ def copied(tree: Any, devices: Mapping[str, torch.device] = MappingProxyType({})
             else copied(value, devices)
             for key, value in tree.items()
         }
+    return tree
+
+
+def same_tensors(tree: Any) -> Any:
+    """Copy a tree of dicts, but not the tensors in it."""
+    return {key: same_tensors(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
+
+
+def without(tree: Any, names: Iterable[str]) -> Any:
+    """Copy a tree of dicts without the keys `names`, at any depth, and without caches."""
+    if isinstance(tree, Mapping):
+        return {key: without(value, names) for key, value in _without_caches(tree).items() if key not in names}
     return tree
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from laconic.checks.headers import Headers, exchange_headers
+from laconic.checks.headers import Header, Headers, exchange_headers
 from laconic.codecs import Codec
 from laconic.codecs.packing import in_buckets
 from laconic.plans.plan import Plan
@@ -19,17 +21,23 @@ from laconic.session.stop import StepHeaders
 
 
 class ModulePath:
-    """Averages `.grad` of every parameter. A gradient that is None on this worker only counts as zero."""
+    """Averages `.grad` of the parameters that an optimizer holds, before it steps.
+
+    A gradient that is None on this worker only counts as zero. One that is None on all is not sent.
+    """
 
     in_backward = False
 
-    def __init__(self, averager: GradientAverager, headers: StepHeaders, scaled: Sequence[ScaledSteps]) -> None:
+    def __init__(
+        self, model: nn.Module, averager: GradientAverager, headers: StepHeaders, scaled: Sequence[ScaledSteps]
+    ) -> None:
+        self._model = model
         self._averager = averager
         self._headers = headers
         self._scaled = scaled
-        self._buckets = in_buckets(averager.model_state.params)
         self._sync: Sync | None = None
-        self._averaged = False
+        self._averaged: list[ScaledSteps] = []
+        """Optimizers whose gradients of this step `average_now` has averaged."""
 
     def check_plan(self, plan: Plan) -> None:
         """Accept every plan."""
@@ -40,45 +48,79 @@ class ModulePath:
     def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
         """Prepare for the next step."""
         self._averager.begin_step(sync, codec)
-        self._sync, self._averaged = sync, False
+        self._sync, self._averaged = sync, []
 
-    def average_now(self) -> Headers | None:
-        """Average the gradients of this step before the optimizer's step."""
-        if self._averaged:
+    def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
+        """Average the gradients of these optimizers before their steps, unless that is done."""
+        waiting = [each for each in optimizers if each not in self._averaged]
+        if self._sync is None or not waiting:
             return None
-        headers = self.before_optimizer()
-        self._averaged = True
+        headers = self._average(self._sync, waiting)
+        self._averaged += waiting
         return headers
 
-    def before_optimizer(self) -> Headers | None:
-        """Average the gradients of this step, unless `average_now` has. A step that is taken again averages again."""
-        averaged, self._averaged = self._averaged, False
-        if self._sync is None or averaged:
+    def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
+        """Average the gradients of an optimizer, unless `average_now` has. A step taken again averages again."""
+        if self._sync is None:
             return None
-        for each in self._scaled:
-            each.unscale()
-        headers = self._average(self._sync)
-        for each in self._scaled:
-            each.agree()
+        headers = None
+        if optimizer in self._averaged:
+            self._averaged.remove(optimizer)
+            if optimizer.has_scale and self._averager.lacks_scale:
+                raise RuntimeError(
+                    "session.average_gradients() has averaged gradients times the loss scale, and residuals of one "
+                    "step do not fit the scale of another. Call scaler.unscale_(optimizer) before it."
+                )
+        else:
+            optimizer.unscale()
+            headers = self._average(self._sync, [optimizer])
+        optimizer.agree()
         return headers
 
-    def _average(self, sync: Sync) -> Headers:
-        queue, params = self._averager.levels[sync.level], self._averager.model_state.originals
-        here = sum(1 << i for i, p in enumerate(params.values()) if p.grad is not None)
-        headers = exchange_headers(queue, self._headers.header(with_gradient=here))
-        unused = [p for i, p in enumerate(params.values()) if not headers.with_gradient >> i & 1]
+    def _average(self, sync: Sync, optimizers: Sequence[ScaledSteps]) -> Headers:
+        queue, model_state = self._averager.levels[sync.level], self._averager.model_state
+        model_state.refresh()
+        params = model_state.originals
+        held = {id(p) for each in optimizers for p in each.parameters()}
+        here = sum(1 << i for i, p in enumerate(params.values()) if p.grad is not None and id(p) in held)
+        headers = exchange_headers(queue, self._header(here, optimizers))
+        model_state.sync_new(queue)
+        used = {  # the same on every worker. The others keep None, so that no optimizer moves them, and their residuals
+            name: p for i, (name, p) in enumerate(params.items()) if id(p) in held and headers.with_gradient >> i & 1
+        }
+        sparse = self._sparse(used.values())
         grads = {}
-        for name, p in params.items():
+        for name, p in used.items():
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             elif p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
             grads[name] = local_of(p.grad)
-        buckets = [{name: grads[name] for name in names} for names in self._buckets]
+        buckets = [
+            {name: grads[name] for name in names} for names in in_buckets({n: model_state.params[n] for n in used})
+        ]
         queue.run_all([self._averager.average(bucket) for bucket in buckets], Payload.GRADIENT)
-        for p in unused:  # on every worker: they stay None, so that no optimizer moves them
-            p.grad = None
+        for each in sparse:  # sparse again, for optimizers such as SparseAdam
+            assert each.grad is not None
+            each.grad = each.grad.to_sparse(1)
         return headers
+
+    def _sparse(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Return the parameters whose gradient is sparse, or would be if this worker had used them."""
+        params = list(params)
+        lookups: set[int] = set()
+        if any(p.grad is None for p in params):
+            tables = [m for m in self._model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+            lookups = {id(table.weight) for table in tables if table.sparse}
+        return [p for p in params if (p.grad.is_sparse if p.grad is not None else id(p) in lookups)]
+
+    def _header(self, with_gradient: int, optimizers: Sequence[ScaledSteps]) -> Header:
+        """Make a header that also says whose gradients follow, where there are several optimizers."""
+        header = self._headers.header(with_gradient=with_gradient)
+        if len(self._scaled) == 1:
+            return header
+        whose = " and ".join(str(self._scaled.index(each) + 1) for each in optimizers)
+        return replace(header, plan=f"{header.plan} with the gradients of optimizer {whose}")
 
     def after_optimizer(self) -> None:
         """Do nothing: buffers stay as they are."""

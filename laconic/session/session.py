@@ -10,10 +10,10 @@ right after the optimizer's step. In other steps nothing is sent at all, DDP's o
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,16 +28,10 @@ from laconic.plans.plan import Plan
 from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager
 from laconic.session.observers import StepObserver
+from laconic.session.other_optimizers import OtherOptimizers
 from laconic.session.steps import Steps
 from laconic.session.weights import Commit
-
-
-class Handle(Protocol):
-    """A hook that can be removed."""
-
-    def remove(self) -> None:
-        """Remove it."""
-        ...
+from laconic.torch_private.optimizers import is_nested_step
 
 
 class Session:
@@ -47,13 +41,18 @@ class Session:
         self.ledger = ledger
         self._steps = steps
         self._averager = averager
-        self._handles: list[Handle] = []
+        self._removals: list[Callable[[], None]] = []
         self._observers: list[StepObserver] = []
 
     @property
     def plan(self) -> Plan:
         """The plan."""
         return self._steps.plan
+
+    @property
+    def attached(self) -> bool:
+        """Whether its hooks are installed: from the end of `attach` until `detach`."""
+        return bool(self._removals)
 
     @property
     def step(self) -> int:
@@ -71,8 +70,14 @@ class Session:
         return self._steps.levels.world.group
 
     @property
+    def timeout_s(self) -> float | None:
+        """How long the next collective among all workers may take; None in a world of one, and over NCCL."""
+        return None if (timeout := self._steps.levels.world.timeout) is None else timeout.limit_s
+
+    @property
     def parameters(self) -> Mapping[str, Tensor]:
         """The trained parameters by name, as the model and the optimizers know them."""
+        self._averager.model_state.refresh()
         return self._averager.model_state.originals
 
     @property
@@ -123,12 +128,14 @@ class Session:
     def verify_every(self, every: int | None) -> None:
         self._steps.divergence = DivergenceCheck(every)
 
-    def average_gradients(self) -> None:
+    def average_gradients(self, optimizer: Optimizer | None = None) -> None:
         """On a bare module: average the gradients now instead of at the optimizer's step.
 
-        For code that needs the averaged gradients before the step, such as clipping by norm.
+        For code that needs the averaged gradients before the step, such as clipping by norm. With a GradScaler, call
+        `scaler.unscale_(optimizer)` first. Of several optimizers, those that have yet to step in this step are meant,
+        or the one that is given.
         """
-        self._steps.average_gradients()
+        self._steps.average_gradients(optimizer)
 
     def average_weights(self) -> None:
         """Average the weights of all workers now, exactly, where local steps have made them different.
@@ -142,9 +149,12 @@ class Session:
         """Count a step without calling the optimizer, for loops that skip an update on this worker only.
 
         The other workers may be about to synchronise, and this one must take part. Steps that a GradScaler skips are
-        counted without this call.
+        counted without this call. Of several optimizers, it stands for all that have yet to step in this step; the
+        other workers then step these in the order in which `attach` was given them.
         """
-        self._before(step_follows=False)
+        for each in self._steps.waiting:
+            self._before(each, step_follows=False)
+            self._steps.stepped(each)
         self._after()
 
     def report(self, *, loss: float | Tensor, tokens: int = 0) -> bool:
@@ -177,12 +187,14 @@ class Session:
     def change(self, plan: Plan) -> None:
         """Go on with another plan from the next step. Every worker calls it after the same step.
 
-        Weights that local steps have made different are averaged first; residuals of the old codec are dropped.
+        Weights that local steps have made different are averaged first, and so are the optimizers' moments if the new
+        plan averages gradients; residuals of the old codec are dropped.
         """
         if not isinstance(plan, Plan):
             raise TypeError(f"change({plan!r}): a Plan is needed, such as laconic.power_sgd(rank=4).")
         self._steps.path.check_plan(plan)
         agree(self._steps.levels.world, "the plan to go on with", {"step": self.step, "plan": repr(plan)})
+        plan.check_fragments(len(self._averager.model_state.originals))
         self._steps.change(plan)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -209,32 +221,23 @@ class Session:
         self._steps.levels.abandon()
 
     def away(self, limit_s: float = 3600.0) -> AbstractContextManager[None]:
-        """Do something on this worker alone that may take longer than `timeout_s`, such as evaluating the model.
-
-            with session.away(limit_s=600):
-                evaluate(model)
-
-        The other workers wait for this one until it is back, or `limit_s` have passed; one that dies meanwhile is still
-        found. It works through the store of gloo groups. NCCL groups have the timeout of `init_process_group` alone.
-        """
+        """Return a context in which the others wait for this worker, such as to evaluate, for up to `limit_s`."""
         return self._steps.levels.away(limit_s)
 
     def cancel_wait(self) -> None:
         """End the wait for a collective that is in progress, with a `LostWorkerError`. Safe in any thread."""
-        if self._steps.levels.world.timeout is not None:
-            self._steps.levels.world.timeout.cancel()
+        self._steps.levels.cancel_wait()
 
     def detach(self) -> None:
         """Remove all hooks. A DDP model then averages gradients as DDP does."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for remove in self._removals:
+            remove()
+        self._removals = []
         self._steps.path.detach()
         self._steps.weights.forget()
         self._steps.levels.close()
-        observers, self._observers = self._observers, []
-        for observer in observers:
-            observer.detached(self)
+        while self._observers:
+            self._observers.pop(0).detached(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker must save besides model and optimizer. Each worker saves its own."""
@@ -246,26 +249,41 @@ class Session:
 
     def install(self, scaled: Sequence[ScaledSteps]) -> None:
         """Install the hooks: `attach` calls it once, after everything that may refuse."""
-        self._steps.path.install()
-        self._handles = [
-            scaled[0].optimizer.register_step_pre_hook(self._before_step),
-            *(each.install() for each in scaled),
-            scaled[-1].optimizer.register_step_post_hook(self._after_step),
-        ]
-        self._steps.prepare()
+        try:
+            self._steps.path.install()
+            for each in scaled:
+                self._removals += [
+                    each.declare().remove,
+                    each.optimizer.register_step_pre_hook(partial(self._before_step, each)).remove,
+                    each.optimizer.register_step_post_hook(partial(self._after_step, each)).remove,
+                ]
+            others = OtherOptimizers(self._averager.model_state, [each.optimizer for each in scaled])
+            self._removals.append(others.install().remove)
+            self._steps.prepare()
+        except BaseException:
+            self.detach()
+            raise
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(
+        self, scaled: ScaledSteps, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if is_nested_step(optimizer):
+            return
         closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
         self._steps.check_closure(closure)
-        self._before(step_follows=True)
+        self._before(scaled, step_follows=True)
+        scaled.begin_step()
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._after()
+    def _after_step(self, scaled: ScaledSteps, optimizer: Optimizer, *_: object) -> None:
+        if not is_nested_step(optimizer):
+            scaled.end_step()
+            if self._steps.stepped(scaled):
+                self._after()
 
-    def _before(self, step_follows: bool) -> None:
-        for observer in self._observers:
+    def _before(self, scaled: ScaledSteps, step_follows: bool) -> None:
+        for observer in self._observers if self._steps.begins else ():
             observer.before_step(self)
-        self._steps.before(step_follows)
+        self._steps.before(scaled, step_follows)
 
     def _after(self) -> None:
         self._steps.after()
@@ -275,9 +293,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
     def __repr__(self) -> str:

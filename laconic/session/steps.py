@@ -1,23 +1,29 @@
-"""What happens before and after each step of the optimizer.
+"""What happens before and after each step of the optimizers.
 
 Steps count from 1. Before a step, its gradients are averaged and checked; after it, weights are synchronised where the
-plan says so, and the next step is prepared. A step in which nothing is synchronised sends nothing.
+plan says so, and the next step is prepared. A step in which nothing is synchronised sends nothing. Several optimizers
+step in any order: a step is over when each has stepped once.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
 
 from laconic.checks.divergence import DivergenceCheck
 from laconic.checks.headers import Headers
+from laconic.comm.groups import Levels
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Payload, Sync, SyncClock
+from laconic.plans.schedules import Payload, Quadratic, Sync, SyncClock
 from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager, GradientPath
 from laconic.session.stop import StepHeaders
@@ -50,8 +56,13 @@ class Steps:
         self._model_state = averager.model_state
         self._scaled = scaled
         self._ledger = ledger
-        self._first_group: dict[str, Any] = scaled[0].optimizer.param_groups[0]
         self._gradient: Sync | None = None
+        self.at_first_step: Callable[[Levels], None] | None = None
+        """What is checked when the first step begins."""
+        self._stepped: list[ScaledSteps] = []
+        """The optimizers that have stepped in this step."""
+        self._void: Tensor | bool = False
+        """Whether gradients of this step were not finite, so that no optimizer may step any more; late, as 1.0."""
 
     @property
     def synced(self) -> bool:
@@ -60,7 +71,8 @@ class Steps:
         return self.clock.since == self.step or any(self.plan.is_outermost(sync) for sync in syncs)
 
     def prepare(self) -> None:
-        """Prepare the next step: whether gradients are averaged in it, and where deltas start from."""
+        """Prepare the next step: whether gradients are averaged in it."""
+        self._stepped, self._void = [], False
         number = self.step + 1
         self._ledger.step = number
         syncs = self.plan.syncs_at(number, self.clock)
@@ -68,17 +80,32 @@ class Steps:
         self._gradient = gradient
         self.headers.begin_step(self.plan, number, gradient is not None and gradient.level is None)
         self.path.begin_step(gradient, None if gradient is None else self.plan.codec_of(gradient, number))
-        if self.weights.anchor is None and self.plan.needs_anchor and number >= self.plan.schedule.start:
-            self.weights.set_anchor()
 
     def stop_on(self, signals: Sequence[signal.Signals], every_s: float) -> None:
         """Stop together on these signals, from the next step on."""
         self.headers.stop.on(signals, every_s)
         self.prepare()
 
-    def average_gradients(self) -> None:
-        """Average the gradients of a bare module now."""
-        self._received(self.path.average_now())
+    @property
+    def begins(self) -> bool:
+        """Whether no optimizer has stepped in this step yet."""
+        return not self._stepped
+
+    @property
+    def waiting(self) -> list[ScaledSteps]:
+        """The optimizers that have yet to step in this step."""
+        return [each for each in self._scaled if each not in self._stepped]
+
+    def average_gradients(self, optimizer: Optimizer | None) -> None:
+        """Average the gradients of a bare module now: those of one optimizer, or of all that have yet to step."""
+        found = [each for each in self._scaled if optimizer is None or each.optimizer is optimizer]
+        if not found:
+            raise ValueError(
+                f"average_gradients({type(optimizer).__name__}): attach was not given this optimizer. Give it one that "
+                "attach was given, or none for all."
+            )
+        if self._void is not True:
+            self._received(self.path.average_now([each for each in found if each not in self._stepped]))
 
     def check_closure(self, closure: bool) -> None:
         """Refuse a closure where gradients would have to be averaged inside it."""
@@ -88,14 +115,36 @@ class Steps:
                 "Wrap the model in DistributedDataParallel, or call backward before optimizer.step()."
             )
 
-    def before(self, step_follows: bool = True) -> None:
+    def before(self, optimizer: ScaledSteps, step_follows: bool = True) -> None:
         """Average and check gradients with the other workers, also where this worker then takes no step."""
         self.levels.raise_if_broken()
-        if self.clock.since == self.step:  # the first step after a synchronisation: its learning rate sets the period
-            self.clock = SyncClock(self.step, float(self._first_group["lr"]))
-        self._received(self.path.before_optimizer())
-        if self._gradient is not None:
-            self._skip_if_nonfinite(self._gradient, self._scaled if step_follows else ())
+        if self.at_first_step is not None:
+            self.at_first_step(self.levels)
+            self.at_first_step = None
+        if self.plan.needs_anchor and self.step + 1 >= self.plan.schedule.start:
+            self.weights.anchor.begin_step(first=self.clock.since == self.step)
+        if optimizer in self._stepped:
+            raise RuntimeError(_stepped_twice(optimizer, self.waiting))
+        self._read_lr()
+        if self._void is True:  # no worker averages any more in this step: nobody would use the means
+            self._averager.check.forget()
+        else:
+            self._received(self.path.before_optimizer(optimizer))
+            if self._gradient is not None:
+                self._check_finite(self._gradient, optimizer)
+        if not step_follows:
+            return
+        if self._void is True:
+            optimizer.skip_step()
+        elif isinstance(self._void, Tensor):
+            optimizer.skip_step_if(self._void)
+
+    def _read_lr(self) -> None:
+        """Note the learning rate of the round: that of its first step, or a larger one where the period follows it."""
+        first = self.clock.since == self.step
+        if first or (self.step > self.clock.since and isinstance(self.plan.schedule, Quadratic)):
+            lr = float(self._scaled[0].optimizer.param_groups[0].get("lr", inf))
+            self.clock = SyncClock(self.clock.since, lr if first else max(lr, self.clock.lr))
 
     def _received(self, headers: Headers | None) -> None:
         if headers is None:
@@ -104,19 +153,36 @@ class Steps:
         self.headers.received(headers, among_all=self.levels[self._gradient.level] is self.levels.world)
         if self.headers.stop_due and self.path.in_backward:
             self.headers.stop.exchanged(self.headers.step, headers.slowest_ms)
+            self.headers.stop_due = False  # once in a step, whatever the number of optimizers
 
-    def _skip_if_nonfinite(self, sync: Sync, scaled: Sequence[ScaledSteps]) -> None:
+    def _check_finite(self, sync: Sync, optimizer: ScaledSteps) -> None:
+        """Find out whether the gradients that were averaged since the last optimizer's step are finite."""
         check, queue = self._averager.check, self.levels[sync.level]
-        check.report_late(self._model_state.originals)
-        if any(each.scaled for each in self._scaled):
+        if self.begins:
+            check.report_late(self._model_state.originals)
+        if optimizer.scaled:
+            if self.path.in_backward and self._averager.lacks_scale:
+                raise RuntimeError(
+                    f"{self.plan!r} under a GradScaler: gradients are averaged in backward, times the loss scale, and "
+                    "residuals of one step do not fit the scale of another. Let the session read it: attach(..., "
+                    "scaler=scaler). Or attach to the bare module, which averages unscaled gradients."
+                )
             check.forget()  # the GradScaler decides
         elif check.late:
-            flag = check.nonfinite_flag(queue, self._model_state.gradients, self.headers.step)
-            for each in scaled:
-                each.skip_step_if(flag)
-        elif check.has_nonfinite(queue, self._model_state.gradients, self.headers.step):
-            for each in scaled:
-                each.skip_step()
+            flag = check.nonfinite_flag(queue, self._gradients, self.headers.step)
+            if flag is not None:
+                self._void = flag if self._void is False else torch.maximum(flag, torch.as_tensor(self._void))
+        else:
+            self._void = check.has_nonfinite(queue, self._gradients, self.headers.step)
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        grads = self._model_state.gradients()
+        return {name: g.to_dense() if g is not None and g.is_sparse else g for name, g in grads.items()}
+
+    def stepped(self, optimizer: ScaledSteps) -> bool:
+        """Note that an optimizer has stepped; return whether that was the last of this step."""
+        self._stepped.append(optimizer)
+        return not self.waiting
 
     def after(self) -> None:
         """Count a step, and synchronise weights where the plan says so."""
@@ -137,18 +203,19 @@ class Steps:
     def _compare_weights(self, local: bool) -> None:
         self.divergence.after_sync(self.levels.world, self._model_state.params, local, self.step)
 
-    def average_weights(self) -> None:
-        """Average the weights of all workers, where local steps have made them different."""
+    def average_weights(self, optimizers: bool = False) -> None:
+        """Average the weights of all workers, where local steps have made them different, and the optimizers' state."""
         self.weights.settle(self.plan, step=sys.maxsize)
-        if self.plan.local and self.step >= self.plan.schedule.start and self.clock.since != self.step:
-            self.weights.average_all()
+        if self.plan.local and self.step >= self.plan.schedule.start and (optimizers or self.clock.since != self.step):
+            self.weights.average_all(self.headers, optimizers)
 
     def change(self, plan: Plan) -> None:
         """Go on with another plan. Residuals of the old codec are dropped."""
         self.levels.prepare(plan.levels)
-        self.average_weights()
-        self.plan = plan
-        self.clock = SyncClock(since=max(self.step, plan.schedule.start - 1))
+        clock = SyncClock(since=max(self.step, plan.schedule.start - 1))
+        # Equal gradients move weights alike only if the optimizers' moments are equal, too.
+        self.average_weights(optimizers=any(s.payload is Payload.GRADIENT for s in plan.syncs_at(self.step + 1, clock)))
+        self.plan, self.clock = plan, clock
         self._model_state.reset()
         self.weights.forget()
         self.prepare()
@@ -188,3 +255,12 @@ class Steps:
         self.weights.load_state_dict(saved)
         self.headers.stop.restart()
         self.prepare()
+
+
+def _stepped_twice(optimizer: ScaledSteps, waiting: Sequence[ScaledSteps]) -> str:
+    name, others = type(optimizer.optimizer).__name__, ", ".join(type(each.optimizer).__name__ for each in waiting)
+    return (
+        f"{name} steps twice, and {others} has not stepped yet: a step is over when each optimizer that attach was "
+        "given has stepped once. For parts of a model that step at different rates, attach a session to each: "
+        "attach(plan, model.part, optimizer)."
+    )

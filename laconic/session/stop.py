@@ -15,6 +15,7 @@ from types import FrameType
 
 from laconic.checks.headers import Header, Headers
 from laconic.plans.plan import Plan
+from laconic.session.model_state import ModelState
 
 MOST_STEPS = 64
 """After how many steps at most models that average gradients in backward exchange headers under `stop_on`."""
@@ -68,7 +69,7 @@ class StepHeaders:
     """Makes this worker's headers for the step that comes next."""
 
     plan: Plan
-    parameters: int
+    model_state: ModelState
     stop: Stop
     step: int = 1
     stop_due: bool = False
@@ -81,8 +82,8 @@ class StepHeaders:
 
     def header(self, *, finite: bool = True, with_gradient: int = 0, step_ms: int = 0) -> Header:
         """Make a header."""
-        asked = self.stop.asked
-        return Header(self.step, self.plan.text, self.parameters, finite, asked, with_gradient, step_ms)
+        model = self.model_state.facts
+        return Header(self.step, self.plan.text, model, finite, self.stop.asked, with_gradient, step_ms)
 
     def stop_header(self) -> Header:
         """Make a header that says how long steps take."""

@@ -20,20 +20,19 @@ from torch.optim import Optimizer
 from laconic.checks.finite import NonFinite, scale_without
 from laconic.checks.headers import exchange_headers
 from laconic.codecs import Codec, Exact
-from laconic.codecs.contract import wide_dtype
 from laconic.codecs.packing import in_buckets, in_parts
 from laconic.comm.averaging import average_in_place, write
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Exchange, all_finite
+from laconic.comm.requests import Averaged, Exchange, all_finite, by_itself
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync
-from laconic.session.extra_state import ExtraState, of_first_worker
-from laconic.session.model_state import ModelState, copied
+from laconic.session.anchor import Anchor, Anchors
+from laconic.session.extra_state import ExtraState
+from laconic.session.model_state import ModelState, copied, of_worker, same_tensors
 from laconic.session.stop import StepHeaders
 
 Commit: TypeAlias = Literal["streaming", "atomic"]
-Anchors: TypeAlias = Literal["device", "cpu"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,16 +75,11 @@ class WeightSync:
             raise ValueError(
                 f'attach(commit={commit!r}): weights are committed "streaming", bucket by bucket, or "atomic".'
             )
-        if anchors not in ("device", "cpu"):
-            raise ValueError(
-                f'attach(anchors={anchors!r}): anchors are on the "device" of the weights, or on the "cpu".'
-            )
         self.model_state = model_state
         self.levels = levels
         self.commit: Commit = commit
-        self.anchor: dict[str, Tensor] | None = None
+        self.anchor = Anchor(model_state, anchors)
         self.nonfinite: NonFinite = nonfinite
-        self._anchors: Anchors = anchors
         self._extras = ExtraState(model_state, optimizers)
         self._chosen = chosen
         self._scale = 1.0
@@ -93,78 +87,109 @@ class WeightSync:
         self._excluded = False
         """Whether this worker contributes zeros."""
         self._in_flight: list[_Fragment] = []
-        self._parts: dict[int, list[list[str]]] = {}
+        self._parts: dict[tuple[int, int], list[list[str]]] = {}
 
     @property
     def in_flight(self) -> bool:
         """Whether a fragment was sent and has not taken effect."""
         return bool(self._in_flight)
 
-    def set_anchor(self) -> None:
-        """Keep the weights of now, which all workers share, as what deltas are taken from."""
-        self.anchor = {name: self._anchored(p) for name, p in self.model_state.params.items()}
-
-    def _anchored(self, p: Tensor) -> Tensor:
-        wide = wide_dtype(p.dtype)
-        if self._anchors == "cpu" and p.device.type != "cpu":
-            return torch.empty(p.shape, dtype=wide, pin_memory=p.is_cuda).copy_(p)
-        return p.to(wide, copy=True)
-
     def sync(self, plan: Plan, sync: Sync, headers: StepHeaders) -> None:
         """Average as `sync` says, and let it take effect now or when its delay is over."""
+        self.model_state.refresh()
         queue = self.levels[sync.level]
         names = self._names(plan, sync)
         first = sync.part in (None, 0)
-        extra = self._extras.averaged(plan, queue) if first else {}
-        self._exchange_headers(queue, names, headers)
-        if plan.needs_anchor and plan.is_outermost(sync):
-            if isinstance(plan.schedule, Streaming) and plan.schedule.delay:
-                assert sync.part is not None
-                self._send(plan, queue, names, sync.part, headers.step + plan.schedule.delay)
-            else:
-                self._run(queue, [self._delta_job(plan, bucket) for bucket in self._buckets(names)])
-            self._average(queue, extra)
+        anchored = plan.needs_anchor and plan.is_outermost(sync)
+        buffers, moments = self._extras.of(plan) if first else ({}, {})
+        extra = {**buffers, **{key: t for each in moments.values() for key, t in each.items()}}
+        watched = extra | self.model_state.buffers if first and plan.buffers == "leader" else extra
+        finite = self._exchange_headers(queue, extra, watched, headers, anchored)
+        if not anchored and not all(finite):
+            names = list(self.model_state.params)  # also other fragments: NaN is in all of them after one more step
+        extra = {**buffers, **self._extras.common(moments, queue)}
+        params = {name: self.model_state.params[name] for name in names}
+        if anchored:
+            known = [name for name in names if self.anchor.has(name)]
+            self._sync_deltas(plan, queue, known, sync, headers.step)
+            fresh = {name: p for name, p in params.items() if name not in known}
+            self._average(queue, {**fresh, **extra})
+            self.anchor.add(fresh)
         else:
-            self._average(queue, {**{name: self.model_state.params[name] for name in names}, **extra})
+            self._average(queue, {**params, **extra})
         if first and plan.buffers == "leader" and queue.workers > 1:
-            buffers = _split(self.model_state.all_buffers)
-            self._run(queue, [_Job(of_first_worker(bucket), _writing(bucket)) for bucket in buffers])
+            split = _split(self.model_state.all_buffers)
+            self._run(queue, [_Job(of_worker(bucket, finite.index(True)), _writing(bucket)) for bucket in split])
         if plan.optimizer_state == "reset":
             self._extras.reset_optimizers(names)
+        if queue is self.levels.world:
+            self.model_state.unsynced.difference_update(names)
 
-    def _exchange_headers(self, queue: CollectiveQueue, names: Iterable[str], headers: StepHeaders) -> None:
-        """Exchange headers. A worker with non-finite weights contributes zeros, and the means are scaled up for it."""
-        mine = {name: self.model_state.params[name] for name in names}
+    def _sync_deltas(self, plan: Plan, queue: CollectiveQueue, names: Sequence[str], sync: Sync, step: int) -> None:
+        if isinstance(plan.schedule, Streaming) and plan.schedule.delay:
+            assert sync.part is not None
+            self._send(plan, queue, names, sync.part, step + plan.schedule.delay)
+            return
+        self.anchor.is_current = sync.part is None
+        self._run(queue, [self._delta_job(plan, bucket) for bucket in self._buckets(names)])
+
+    def _exchange_headers(
+        self,
+        queue: CollectiveQueue,
+        extra: Mapping[str, Tensor],
+        watched: Mapping[str, Tensor],
+        headers: StepHeaders,
+        anchored: bool,
+    ) -> list[bool]:
+        """Exchange headers; return which workers have finite numbers.
+
+        A worker that has not, also in another fragment, goes back to the anchor, and contributes no delta. Without an
+        anchor it contributes zeros. The means are scaled up for it.
+        """
+        params = self.model_state.params
         self._scale, self._excluded = 1.0, False
-        finite = self.nonfinite == "ignore" or bool(all_finite(mine))
+        by_design = self.model_state.nonfinite_by_design
+        looked_at = {name: t for name, t in {**params, **watched}.items() if name not in by_design}
+        finite = self.nonfinite == "ignore" or bool(all_finite(looked_at))
         received = exchange_headers(queue, headers.header(finite=finite))
         headers.received(received, among_all=queue is self.levels.world)
         if all(received.finite):
-            return
+            return received.finite
         self._scale = scale_without(queue, received.finite, f"step {headers.step}, weights", self.nonfinite)
         if not finite:
             self._excluded = True
-            for t in (*mine.values(), *self.model_state.buffers.values()):
-                t.zero_()
-            self._extras.reset_optimizers(names)  # moments that made such weights
+            torch._foreach_zero_([*params.values(), *extra.values()])
+            if anchored:
+                self.anchor.restore()
+            if not any(key.startswith("moment:") for key in extra):
+                self._extras.reset_optimizers(params)  # moments that made such weights
+        return received.finite
 
     def settle(self, plan: Plan, step: int) -> None:
         """Let fragments that are due by `step` take effect."""
         while self._in_flight and self._in_flight[0].due <= step:
             assert isinstance(plan.schedule, Streaming)
             for mean in self._in_flight[0].wait():
-                self._move(plan, mean, plan.schedule.mix)
+                self.anchor.move(plan.outer, mean, plan.schedule.mix)
             del self._in_flight[0]
 
-    def average_all(self) -> None:
-        """Average all weights and buffers exactly, whatever the plan."""
-        self._scale, self._excluded = 1.0, False
-        self._average(self.levels.world, {**self.model_state.params, **self.model_state.buffers})
+    def average_all(self, headers: StepHeaders, optimizers: bool) -> None:
+        """Average all weights and buffers exactly, whatever the plan, and the state of the optimizers if asked."""
+        self.model_state.refresh()
+        buffers, moments = self.model_state.buffers, self._extras.moments() if optimizers else {}
+        extra = {**buffers, **{key: t for each in moments.values() for key, t in each.items()}}
+        self._exchange_headers(self.levels.world, extra, extra, headers, anchored=False)
+        common = self._extras.common(moments, self.levels.world)
+        self._average(self.levels.world, {**self.model_state.params, **buffers, **common})
+        shared = {name for name, each in moments.items() if each and common.keys() >= each.keys()}
+        self._extras.reset_optimizers(name for name in moments if name not in shared)
+        self._extras.equal_counters((name for name in moments if name in shared), self.levels.world)
+        self.model_state.unsynced.clear()
 
     def forget(self) -> None:
         """Drop the anchor, and fragments in flight, without waiting for them."""
         self.drop_in_flight()
-        self.anchor = None
+        self.anchor.forget()
 
     def drop_in_flight(self) -> None:
         """Drop fragments in flight."""
@@ -173,10 +198,10 @@ class WeightSync:
     def _names(self, plan: Plan, sync: Sync) -> list[str]:
         if sync.part is None:
             return list(self.model_state.params)
-        count = plan.schedule.fragments
-        if count not in self._parts:
-            self._parts[count] = in_parts(self.model_state.originals, count)  # by whole sizes: shards may be uneven
-        return self._parts[count][sync.part]
+        key = (plan.schedule.fragments, self.model_state.facts.digest)
+        if key not in self._parts:  # by whole sizes: shards may be uneven
+            self._parts[key] = in_parts(self.model_state.originals, plan.schedule.fragments)
+        return self._parts[key][sync.part]
 
     def _buckets(self, names: Iterable[str]) -> list[list[str]]:
         return in_buckets({name: self.model_state.params[name] for name in names})
@@ -202,7 +227,7 @@ class WeightSync:
                 ends[index] = None
             return end
 
-        before = _same_tensors(self.model_state.state["weights"]) if atomic else None
+        before = same_tensors(self.model_state.state["weights"]) if atomic else None
         try:
             queue.run_all([run(index, job) for index, job in enumerate(jobs)], Payload.WEIGHTS)
         except BaseException:
@@ -216,37 +241,20 @@ class WeightSync:
                     job.commit(end)
 
     def _delta_job(self, plan: Plan, names: Sequence[str]) -> _Job:
-        scale = self._scale
+        scale, zero = self._scale, self._excluded
 
         def exchange() -> Exchange:
             codec = self._chosen(plan.codec, self.levels.world)
             state, reuse = self.model_state.state["weights"], self.commit == "streaming"  # atomic keeps old tensors
-            return (yield from codec.average(self._deltas(names), state, reuse=reuse))
+            return (yield from by_itself(codec.average(self.anchor.deltas(names, zero), state, reuse=reuse)))
 
         def commit(end: Averaged) -> None:
-            if bool(end.finite()):  # else no worker moves: the synchronisation has no effect, the same on all
-                self._move(plan, _scaled(end.mean, scale), mix=0.0)
+            if bool(end.finite()):
+                self.anchor.move(plan.outer, _scaled(end.mean, scale))
+            else:  # no worker moves: the synchronisation has no effect, the same on all
+                self.anchor.is_current = False
 
         return _Job(exchange(), commit)
-
-    def _deltas(self, names: Iterable[str]) -> dict[str, Tensor]:
-        assert self.anchor is not None
-        params = self.model_state.params
-        deltas = {name: self.anchor[name].to(params[name].device) - params[name] for name in names}
-        if self._excluded:
-            torch._foreach_zero_(list(deltas.values()))
-        return deltas
-
-    def _move(self, plan: Plan, mean: Mapping[str, Tensor], mix: float) -> None:
-        """Take the outer step from the anchor; the weights become the anchor, but for the share `mix` of their own."""
-        assert self.anchor is not None
-        with torch.no_grad():
-            anchor = {name: self.anchor[name] for name in mean}
-            deltas = {name: d.to(anchor[name].device) for name, d in mean.items()}
-            plan.outer.step(anchor, deltas, self.model_state.state["outer"])
-            for name, a in anchor.items():
-                p = self.model_state.params[name]
-                p.copy_(a if not mix else torch.lerp(a.to(p.device), p.to(a.dtype), mix))
 
     def _send(self, plan: Plan, queue: CollectiveQueue, names: Sequence[str], part: int, due: int) -> None:
         """Send a fragment; its means are kept until it is due."""
@@ -254,13 +262,13 @@ class WeightSync:
         codec = self._chosen(plan.codec, queue)
 
         def exchange(deltas: Mapping[str, Tensor]) -> Exchange:
-            end = yield from codec.average(deltas, self.model_state.state["weights"], reuse=True)
+            end = yield from by_itself(codec.average(deltas, self.model_state.state["weights"], reuse=True))
             if bool(end.finite()):
                 fragment.means.append(_scaled(end.mean, scale))
             return end
 
         with torch.no_grad():
-            snapshots = [self._deltas(bucket) for bucket in self._buckets(names)]
+            snapshots = [self.anchor.deltas(bucket, self._excluded) for bucket in self._buckets(names)]
         nothing = torch.empty(0)
         fragment.futures = [queue.submit(exchange(each), Payload.WEIGHTS, nothing) for each in snapshots]
         queue.flush()
@@ -269,14 +277,11 @@ class WeightSync:
     def state_dict(self) -> dict[str, Any]:
         """Return anchor and fragments in flight. Waits for these."""
         fragments = [{"part": each.part, "due": each.due, "means": each.wait()} for each in self._in_flight]
-        return {"anchor": self.anchor, "in_flight": fragments}
+        return {"anchor": self.anchor.tensors, "in_flight": fragments}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
-        self.anchor = None
-        if saved["anchor"] is not None:
-            self.anchor = {name: self._anchored(p) for name, p in self.model_state.params.items()}
-            write(self.anchor, saved["anchor"])
+        self.anchor.load(saved["anchor"])
         self._in_flight = [
             _Fragment(each["part"], each["due"], [copied(mean, self.model_state.devices) for mean in each["means"]])
             for each in saved["in_flight"]
@@ -289,11 +294,6 @@ def _scaled(mean: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
 
 def _writing(tensors: Mapping[str, Tensor]) -> Callable[[Averaged], None]:
     return lambda end: write(tensors, end.mean)
-
-
-def _same_tensors(tree: Any) -> Any:
-    """Copy a tree of dicts, but not the tensors in it."""
-    return {key: _same_tensors(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
 
 
 def _split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

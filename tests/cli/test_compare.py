@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from laconic.cli import running
+from laconic.compare.failures import WorkerError
+from laconic.compare.inputs import given_files
+from laconic.compare.settings import Script
+from laconic.compare.unfinished import Finished
 from tests.cli.conftest import Ended, Run
+from tests.cli.test_results import DDP
 
 LOCAL = "post_local_sgd(period=4)"
 
@@ -54,3 +60,25 @@ def test_the_same_plan_gives_the_same_losses_and_others_send_less(outside, tiny,
     lines = ended.out.splitlines()
     assert [line for line in lines if line.startswith("power_sgd(rank=1) step=8/8 loss=")]
     assert sum(line.split()[:1] == ["ddp()"] and "1.0x" in line for line in lines) == 2
+
+
+def test_a_stopped_comparison_does_not_use_results_of_a_script_that_has_changed(here, tmp_path, monkeypatch):
+    script, ran, fails = tmp_path / "train.py", list[str](), True
+    script.write_text("one")
+
+    def launched(run: Script, network: object, view: object, index: int) -> Finished:
+        ran.append(run.plan)
+        if index == 1 and fails:
+            raise WorkerError("stopped")
+        return Finished(DDP, given_files(run))
+
+    monkeypatch.setattr(running, "_launch", launched)
+    given = ["compare", "--script", str(script), "--workers", "2", "--plan", "ddp()", "--plan", LOCAL]
+    assert here(*given).code == 1 and ran == ["ddp()", LOCAL]
+    again = here(*given)
+    assert again.out.startswith("continuing after 1 of 2 plans") and ran[2:] == [LOCAL]
+    script.write_text("two")
+    fails = False
+    changed = here(*given)
+    assert (changed.code, ran[3:]) == (0, ["ddp()", LOCAL])
+    assert changed.out.startswith(f"{script} has changed: results from before are not used again\n")

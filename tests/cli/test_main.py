@@ -12,6 +12,11 @@ import laconic
     ("arguments", "words"),
     [
         (["--workers", "0"], "--workers 0: there must be at least 1."),
+        (["--lr", "nan"], "--lr nan: it must be a number above 0."),
+        (["--bucket-mb", "inf"], "--bucket-mb inf: it must be a number above 0."),
+        (["--seed", "-1"], "--seed -1: a seed is between 0 and"),
+        (["--batch", "0"], "--batch 0: there must be at least 1."),
+        (["--port", "-1"], "--port -1: a port is between 1 and 65535."),
         (["--steps", "-1"], "--steps -1: there must be at least 1."),
         (["--heads", "3"], "Heads that fit 128: 1, 2, 4, 8, 16, 32, 64."),
         (["--workers", "5000"], "or add --oversubscribe to start 5000 all the same."),
@@ -33,6 +38,24 @@ def test_mistakes(here, command, arguments, words):
     assert words in ended.err
     assert "Traceback" not in ended.err
     assert ended.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--link", "1mbit", "--workers", "0"], "--workers 0: there must be at least 1."),
+        (["--link", "1mbit", "--workers", "-3"], "--workers -3: there must be at least 1."),
+        (["--link", "1mbit", "--hosts", "0"], "--hosts 0: there must be at least 1."),
+        (["--link", "0mbit"], "--link '0mbit'"),
+        (["--link", "0 @ 1mbit"], "--link '0 @ 1mbit'"),
+        (["--seconds", "nan"], "--seconds nan: it must be a number above 0."),
+        (["--until-loss", "-inf"], "--until-loss -inf: it must be a number above 0."),
+    ],
+)
+def test_mistakes_of_compare(here, arguments, words):
+    ended = here("compare", *arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert words in ended.err
 
 
 def test_a_port_in_use(here):

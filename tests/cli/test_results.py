@@ -10,7 +10,7 @@ from rich.console import Console
 from laconic.cli.results import check_writable, closing_table, write_json
 from laconic.compare.records import Outcome
 from laconic.compare.settings import LabError
-from laconic.compare.units import human_bytes, times_fewer
+from laconic.compare.units import human_bytes, ratio
 
 DDP = Outcome(
     plan="ddp()",
@@ -26,7 +26,7 @@ DDP = Outcome(
     loss_start=4.931,
     loss_final=1.891,
 )
-LOCAL = replace(DDP, plan="post_local_sgd(period=16)", sent_bytes=39_321_600)
+LOCAL = replace(DDP, plan="post_local_sgd(period=16)", sent_bytes=39_321_600, wire_bytes=58_982_400)
 
 
 def shown(outcomes: list[Outcome], width: int) -> str:
@@ -43,6 +43,26 @@ def test_the_table_fits_eighty_columns():
     assert rows["post_local_sgd(period=16)"] == ["4.931", "->", "1.891", "39.3", "MB", "16.0x", "34.9"]
 
 
+def rows_of(outcomes: list[Outcome]) -> dict[str, list[str]]:
+    return {line.split()[0]: line.split()[4:] for line in shown(outcomes, width=120).splitlines() if "->" in line}
+
+
+def test_ratios_are_to_ddp_wherever_it_is_in_the_list():
+    assert rows_of([LOCAL, DDP]) == rows_of([DDP, LOCAL])
+    assert rows_of([replace(LOCAL, plan="qsr()"), replace(DDP, plan="slow()")])["slow()"][2] == "0.062x"
+    reached = [replace(each, until_loss=2.0, ended="loss") for each in (replace(LOCAL, seconds=3.49), DDP)]
+    assert rows_of(reached)["ddp()"][-1] == "1.0x"
+    assert rows_of(reached)["post_local_sgd(period=16)"][-1] == "10.0x"
+
+
+def test_fewer_counts_what_is_sent_between_groups():
+    nested = replace(DDP, plan="nested()", level_bytes={"groups of 2": 943_718_400, "world": 94_371_840})
+    rows = rows_of([DDP, nested])
+    assert rows["nested()"] == ["629", "MB", "94.4", "MB", "10.0x", "34.9"]
+    assert rows["ddp()"] == ["629", "MB", "944", "MB", "1.0x", "34.9"]
+    assert "between" in shown([DDP, nested], width=120) and "between" not in shown([DDP], width=120)
+
+
 def test_a_long_plan_is_folded_and_not_cut():
     plan = "Plan(codec=" + "ErrorFeedback(" * 8 + "LowRank(rank=4)" + ")" * 9
     assert "LowRank(rank=4)" in shown([replace(DDP, plan=plan)], width=80).replace("\n", "").replace(" ", "")
@@ -57,7 +77,7 @@ def test_units():
     assert human_bytes(1500) == "1.5 kB"
     assert human_bytes(999_999) == "1 MB"
     assert human_bytes(2.5e15) == "2.5e+03 TB"
-    assert times_fewer(10, 0) == "-"
+    assert ratio(10, 0) == "-"
 
 
 def test_json_replaces_an_old_file_and_has_no_nan(tmp_path):

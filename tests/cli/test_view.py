@@ -1,11 +1,11 @@
 """The display: a limited number of plain lines, or a table."""
 
 import io
+import subprocess
 import sys
 from dataclasses import replace
 
 from rich.cells import cell_len
-from rich.console import Console
 from rich.text import Text
 
 from laconic.cli.view import LiveView, PlainView, Row, View, make_view, plain_line, sparkline
@@ -41,14 +41,18 @@ def test_a_run_has_about_ten_plain_lines_with_the_last(capsys):
     assert lines[-1].startswith("power_sgd(rank=4) step=1/200")
 
 
-def test_a_broken_pipe_does_not_stop_the_run(monkeypatch):
-    view = PlainView(LABELS)
-    monkeypatch.setattr(Console, "print", _broken)
-    view.progress(Row(0, 0), NOW)
-
-
-def _broken(*arguments: object, markup: bool, soft_wrap: bool) -> None:
-    raise BrokenPipeError
+def test_a_broken_pipe_does_not_stop_the_run():
+    program = (
+        "import time; from laconic.cli.view import PlainView; from tests.cli.test_results import DDP\n"
+        "view = PlainView({})\n"
+        "while not view._console.quiet: view.message('x' * 999)\n"
+        "view.results([DDP]); print('end')"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.readline()
+        running.stdout.close()
+        assert (running.stderr.read(), running.wait(60)) == (b"", 0)
 
 
 def test_the_live_table_fits_eighty_columns_and_shows_runs_that_wait(monkeypatch):

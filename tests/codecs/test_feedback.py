@@ -128,8 +128,9 @@ def test_messages_of_different_dtype_are_not_joined() -> None:
     given = {"w": torch.ones(20, 30), "b": torch.ones(7)}
     exchange = ByShape(LowRank(rank=1), rest=Cast("bf16")).average(given, {})
     first = next(exchange)
-    second = exchange.send(first.x)
     assert isinstance(first, Mean)
+    second = exchange.send(first.x)
+    assert isinstance(second, Mean)
     assert (first.x.dtype, second.x.dtype) == (torch.float32, torch.bfloat16)
 
 

@@ -2,22 +2,24 @@
 
 import gc
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from laconic.compare.failures import SHOWN_LINES, WorkerError, last_error, last_traceback
 from laconic.compare.launch import (
     REPORTER,
     Stopped,
-    WorkerError,
     check_port,
     environment,
-    last_error,
     launch,
     report_variables,
     stoppable,
@@ -42,6 +44,12 @@ def _collect_log_files() -> Iterator[None]:
     """Torch's launcher leaves the log files of a command to the garbage collector: let it run while we ignore that."""
     yield
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(tmp_path_factory, monkeypatch) -> None:
+    """Keep the logs of failed runs within the test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
 
 
 @pytest.fixture
@@ -127,7 +135,44 @@ def test_a_script_that_fails_is_named_with_its_error(script, tmp_path):
         "import os\nif os.environ['RANK'] == '1': raise ValueError('no data here.')\nimport time\ntime.sleep(60)"
     )
     words = r"worker 1 of 2 of --script .*train.py failed at start, with plan ddp\(\): ValueError: no data here\. The"
-    with pytest.raises(WorkerError, match=words):
+    with pytest.raises(WorkerError, match=words) as caught:
+        launch(Script("ddp()", script, workers=2), tmp_path)
+    _, title, place, *_, error, last = str(caught.value).splitlines()
+    assert title == "  Traceback (most recent call last):"
+    assert place.startswith(f'    File "{script}", line 2')
+    assert error == "  ValueError: no data here."
+    said = re.fullmatch(r"The output of all workers is in (.*)\.", last)
+    assert said is not None
+    shutil.rmtree(tmp_path)  # as the folder of a run
+    log = Path(said[1]).read_text()
+    assert "==> worker 0, stdout <==\n" in log and "ValueError: no data here." in log.partition("worker 1, stderr")[2]
+
+
+END = """
+import os, sys, torch, laconic, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session = laconic.attach(laconic.plan_from_env(), model, optimizer)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+session.report(loss=1.0)
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_is_aborted_after_its_end_is_not_a_failure(script, tmp_path, caplog):
+    script.write_text("import atexit, os\natexit.register(os.abort)\n" + END)
+    outcome = launch(Script("ddp()", script, workers=2, steps=1), tmp_path)
+    assert outcome.loss_final == 1.0
+    assert re.search(r"worker \d was killed by SIGABRT after its end; its results are used", caplog.text)
+
+
+@pytest.mark.slow
+def test_a_script_that_is_aborted_before_its_end_is_a_failure(script, tmp_path):
+    script.write_text(END + "os.abort()")
+    with pytest.raises(WorkerError, match=r"failed after step 1, with plan ddp\(\): killed by SIGABRT"):
         launch(Script("ddp()", script, workers=2), tmp_path)
 
 
@@ -172,6 +217,13 @@ def test_the_last_error_of_a_log():
     assert last_error(traceback + "KeyError: 'a'\nException ignored in: <f>\n") == "KeyError: 'a'"
     assert last_error(traceback + "laconic.errors.DesyncError: it\n  is late.") == "DesyncError: it is late."
     assert last_error("some/file.py:3: UserWarning: slow") == ""
+
+
+def test_a_long_traceback_is_shortened():
+    lines = last_traceback("Traceback (most recent call last):\n" + "  f()\n" * 99 + "KeyError: 'a'\n  more\nlater")
+    assert len(lines) == SHOWN_LINES
+    assert lines[:2] == ["Traceback (most recent call last):", "  ..."] and lines[-2:] == ["KeyError: 'a'", "  more"]
+    assert last_traceback("KeyError: 'a'") == []
 
 
 def test_observers_of_the_user_stay(tmp_path, monkeypatch):

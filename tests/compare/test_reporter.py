@@ -27,6 +27,8 @@ from laconic.compare.reporter import (
     TimedLedger,
     control_group,
     from_env,
+    has_ended,
+    read_files,
     seconds_file,
     write_goal,
 )
@@ -131,6 +133,7 @@ def test_a_computed_link_moves_the_clock(tmp_path):
         session.observe(CompareReporter(tmp_path))
         session.ledger.record("all_reduce", 1_000_000, 2, phase="gradient")
         assert not session.report(loss=torch.tensor(1.0), tokens=8)
+        assert not has_ended(tmp_path, worker=0)
         [report] = Tail(progress_file(tmp_path, worker=0)).read()
     assert 1000.0 <= report.seconds < 1100.0
     assert (report.wire_bytes, report.sent_bytes, report.level_bytes) == (1_000_000, 1_000_000, {"world": 1_000_000})
@@ -148,7 +151,9 @@ def test_each_worker_reports_its_steps_and_stops_at_the_goal(tmp_path: Path):
     write_goal(tmp_path, Goal(steps=6), computed=link("8mbit", workers=2))
     assert run_workers(reported_training, workers=2, args=(str(tmp_path),)) == [6, 6]
     assert json.loads((tmp_path / ABOUT).read_text()) == {"plan": "post_local_sgd(period=2)", "parameters": 72}
+    assert str(Path(__file__).absolute()) in read_files(tmp_path)
     for worker in (0, 1):
+        assert has_ended(tmp_path, worker)
         reports = Tail(progress_file(tmp_path, worker)).read()
         assert [progress.step for progress in reports] == [1, 2, 3, 4, 5, 6]
         assert [progress.worker for progress in reports] == [worker] * 6

@@ -60,6 +60,10 @@ def test_a_table_in_a_terminal(capsys):
         (["--script", "no/such.py"], "--script no/such.py: there is no such file."),
         (["--script", "SCRIPT", "--workers", "0"], "--workers 0: there must be at least 1."),
         (["--script", "SCRIPT", "--seconds", "0"], "--seconds 0: it must be a number above 0."),
+        (["--workers", "0"], "--workers 0: there must be at least 1."),
+        (["--workers", "-2"], "--workers -2: there must be at least 1."),
+        (["--seconds", "-1"], "--seconds -1: it must be a number above 0."),
+        (["--timeout", "nan"], "--timeout nan: it must be a number above 0."),
         (["--timeout", "0"], "--timeout 0: it must be a number above 0."),
         (["--json", "."], "--json .: that is a folder."),
     ],
@@ -95,3 +99,40 @@ def test_a_killed_worker_and_the_error_of_the_other(here, tmp_path):
     assert found["worker 0"]["verdict"] == "ok", found["worker 0"]
     assert re.search(r"\d s after the fault: [\w.]*LostWorkerError: step 3", found["worker 0"]["found"])
     assert ended.code == 1  # a fault was not injected
+
+
+BATCH_NORM = """
+import torch, torch.distributed as dist, laconic
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+model = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+laconic.attach(laconic.plan_from_env(), model, optimizer, timeout_s=3)
+for _ in range(8):
+    model(torch.randn(16, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("inject", "words"),
+    [
+        ("kill:1@3", r"exit code 1, .*LostWorkerError: step \d.*worker 1 did not respond"),
+        ("stop:1@3", r"exit code 1, .*LostWorkerError: step \d.*worker 1 did not respond"),
+        ("nan:1@3", r"exit code 0; it logged, .*step 3.*worker 1"),
+    ],
+)
+def test_faults_of_a_model_with_batch_norm_under_ddp_are_named_by_all_survivors(here, tmp_path, inject, words):
+    script, path = tmp_path / "train.py", tmp_path / "out.json"
+    script.write_text(BATCH_NORM)
+    given = ["--script", str(script), "--workers", "3", "--seconds", "120", "--json", str(path)]
+    here("doctor", "--inject", inject, *given)
+    found = {each["name"]: each for each in json.loads(path.read_text())["findings"]}
+    assert found[f"fault {inject}"]["found"] == "injected"
+    for survivor in ("worker 0", "worker 2"):
+        assert re.search(words, found[survivor]["found"]), found
+        assert found[survivor]["verdict"] == "ok"

@@ -63,7 +63,7 @@ class TestFindings:
             WorkerExit(1, 1, ((104.0, "RuntimeError: boom"),)),
             WorkerExit(2, -9, (), "stopped, and killed when all other workers had ended"),
         ]
-        first, second, third = (check_exit(each, INJECTED) for each in exits)
+        first, second, third = (check_exit(each, INJECTED, 60.0) for each in exits)
         assert (first.verdict, first.found) == (
             "ok",
             "exit code 1, 3.50 s after the fault: laconic.LostWorkerError: gone",
@@ -78,10 +78,38 @@ class TestFindings:
             WorkerExit(1, 0, ((100.5, "step 3: worker 2"),)),
             WorkerExit(2, 0, ()),
         ]
-        hung, logged, silent = (check_exit(each, INJECTED) for each in exits)
+        hung, logged, silent = (check_exit(each, INJECTED, 60.0) for each in exits)
         assert hung.verdict == "problem"
         assert logged.found == "exit code 0; it logged, 0.50 s after the fault: step 3: worker 2"
         assert (silent.verdict, silent.found) == ("ok", "exit code 0")
+
+    @pytest.mark.parametrize(
+        ("timeout_s", "why", "way_out"),
+        [
+            (None, "or its timeout is longer.", "Give laconic.attach a timeout_s"),
+            (3.0, "within its timeout_s of 3: it waits in code outside laconic.", "Look for a collective"),
+            (90.0, "Its timeout_s is 90, longer than", "Raise --seconds above 90, or give laconic.attach a shorter"),
+        ],
+    )
+    def test_the_advice_knows_the_timeout_that_the_script_has_given(self, timeout_s, why, way_out):
+        hung = check_exit(WorkerExit(0, -9, (), "killed at the time limit", timeout_s=timeout_s), INJECTED, 60.0)
+        assert why in hung.why
+        assert hung.way_out.startswith(way_out)
+
+    def test_a_warning_is_not_the_last_word(self):
+        cpp = "[W1116 17:05:01.5 socket.cpp:462] [c10d] waitForInput: poll failed"
+        warnings = ((3.0, "train.py:3: UserWarning: slow"), (3.0, "  warnings.warn('slow')"), (3.1, cpp))
+        raised = WorkerExit(0, 1, ((1.0, "Traceback (most recent call last):"), (1.0, "KeyError: 'a'"), *warnings))
+        assert raised.reason == "KeyError: 'a'"
+        aborted = ((1.0, "terminate called after throwing an instance of 'E'"), (1.1, "  what():  closed by peer"))
+        assert (
+            WorkerExit(0, -6, (*aborted, *warnings)).reason
+            == "killed by SIGABRT; its last line: what():  closed by peer"
+        )
+        assert WorkerExit(0, 3, ((1.0, "no more data"), *warnings)).reason == "no more data"
+        assert WorkerExit(0, -9, warnings[:1]).reason.endswith("UserWarning: slow")
+        logged = WorkerExit(1, 0, ((100.1, cpp), (100.5, "step 3: worker 2")))
+        assert check_exit(logged, INJECTED, 60.0).found.endswith("0.50 s after the fault: step 3: worker 2")
 
     def test_faults_that_were_injected_and_not(self):
         done, missed = check_injected(RUN, INJECTED[:1])

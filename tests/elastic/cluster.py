@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import tempfile
 import time
@@ -67,7 +68,9 @@ def work(job: Job) -> None:
         move_to(job.host)
     os.environ["TMPDIR"], tempfile.tempdir = job.logs + "/tmp", None
     path = Path(job.logs) / f"{job.id}-{os.getpid()}.jsonl"
-    logging.basicConfig(filename=path.with_suffix(".log"), level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.basicConfig(
+        filename=path.with_suffix(".log"), level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
+    )
     with path.open("a", buffering=1) as file:
         write_log(file, lambda log: train(job, log))
     os._exit(0)
@@ -268,6 +271,11 @@ class Cluster:
         for id in ids:
             assert finals[id]["step"] == commits[-1][1]
             assert torch.equal(torch.tensor(finals[id]["final"], dtype=torch.float64), expected), id
+
+    def warnings(self, id: str) -> list[str]:
+        """Return what a worker logged at level WARNING and above: what is seen without any configuration."""
+        logs = "".join(path.read_text() for path in Path(self.job.logs).glob(f"{id}-*.log"))
+        return re.findall(r"^\S+ \S+ (?:WARNING|ERROR|CRITICAL) (.*)$", logs, re.MULTILINE)
 
     def tail(self) -> str:
         """Return the errors and the last lines of the logs, for a failed test."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from dataclasses import replace
@@ -76,6 +77,14 @@ def test_a_stopped_worker_comes_back(tmp_path):
         cluster.wait_for_members("0", "1", "2")
         cluster.end()
         check_against_replay(cluster, "0", "1", "2")
+        said = cluster.warnings("0")
+        for words in (
+            r"a worker was lost after step \d+; the run goes on: the others form a new group\.",
+            r"worker 1 is gone; workers 0, 2 go on after step \d+, 2 in all\.",
+            r"worker 1 is back; workers 0, 1, 2 go on after step \d+, 3 in all\.",
+        ):
+            assert any(re.fullmatch(words, text) for text in said), said
+        assert not any("checkpoint" in text or "Error" in text for text in said), said
 
 
 def test_a_worker_leaves_and_the_others_continue(tmp_path):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic.codecs import Codec
 from laconic.comm.lockstep import lockstep
-from laconic.comm.requests import Averaged, Exchange, Mean, State, Tensors
+from laconic.comm.requests import Averaged, Decide, Exchange, Mean, State, Tensors
 from laconic.ledger import Ledger
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -63,12 +63,14 @@ def in_place(exchanges: Sequence[Exchange]) -> list[Averaged]:
     requests = [next(exchange, None) for exchange in exchanges]
     ends: list[Averaged] = []
     while not ends:
+        asked = [request.ok for request in requests if isinstance(request, Decide)]
         xs = [request.x for request in requests if isinstance(request, Mean)]
-        mean = torch.stack(xs).mean(0, dtype=torch.float64)
+        mean = torch.stack(xs).mean(0, dtype=torch.float64) if xs else None
+        answers = [x.copy_(mean) for x in xs] if mean is not None else [torch.stack(asked).all()] * len(asked)
         requests = []
-        for exchange, x in zip(exchanges, xs, strict=True):
+        for exchange, answer in zip(exchanges, answers, strict=True):
             try:
-                requests.append(exchange.send(x.copy_(mean)))
+                requests.append(exchange.send(answer))
             except StopIteration as stop:
                 ends.append(stop.value)
     return ends
@@ -80,9 +82,11 @@ def at_once(exchanges: Sequence[Exchange]) -> Exchange:
     ends: list[Averaged] = []
     while waiting:
         answers = []
+        asked = [request.ok for request in waiting.values() if isinstance(request, Decide)]
+        verdict = (yield Decide(torch.stack(asked).all())) if len(asked) == len(waiting) else None
         for exchange, request in waiting.items():
             assert request is not None, "every exchange must make a request"
-            answers.append((exchange, (yield request)))
+            answers.append((exchange, (yield request) if verdict is None else verdict))
         waiting = {}
         for exchange, answer in answers:
             try:

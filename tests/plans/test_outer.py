@@ -100,3 +100,8 @@ def test_outer_values() -> None:
 def test_invalid_outer_steps_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_an_optimizer_whose_step_needs_a_closure_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Optim\('LBFGS'\): its step needs closure, .* such as \"SGD\""):
+        Optim("LBFGS")

@@ -26,6 +26,9 @@ class Normed(nn.Module):
         self.register_buffer("none", torch.empty(0))
         self.register_buffer("ema", torch.zeros(3, dtype=torch.float64))
         self.register_buffer("seen", torch.zeros(5, dtype=torch.bool))
+        self.phase: Tensor
+        self.ema: Tensor
+        self.seen: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         self.get_buffer("phase").add_(x.mean() * (1 + 2j))

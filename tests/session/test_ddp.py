@@ -397,7 +397,8 @@ def test_resume_is_bit_exact_also_with_other_buckets(text, bucket_mb):
 def _load_other_plan(worker: int) -> None:
     module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    saved = laconic.attach(laconic.power_sgd(rank=2), module, optimizer).state_dict()
+    with laconic.attach(laconic.power_sgd(rank=2), module, optimizer) as session:
+        saved = session.state_dict()
     laconic.attach(laconic.power_sgd(rank=4), module, optimizer).load_state_dict(saved)
 
 

@@ -68,7 +68,7 @@ def _count(worker: int) -> None:
         model, optimizer, session = attached("diloco(period=3)", way, mesh)
         assert session is not None
         first = session.ledger.collectives
-        assert counted.restart() == {"all_gather": first, "broadcast": len(list(model.parameters()))}, "when attaching"
+        assert counted.restart() == {"all_gather": first}, "when attaching"
         steps(model, optimizer, worker, 6)
         assert session.ledger.totals(by="phase")["weights"].collectives == 2
         assert all(e.payload_bytes <= 8 * 64 for e in session.ledger.entries if e.phase == "control")
@@ -119,7 +119,7 @@ def _detach(worker: int) -> None:
     native, of_native, _ = attached("ddp()", "native", mesh)
     model, optimizer, session = attached("ddp()", "2-D", mesh)
     assert session is not None
-    with pytest.raises(RuntimeError, match=r"already has an all-reduce hook.*Detach the other session"):
+    with pytest.raises(RuntimeError, match=r"has a session already.*session\.detach\(\)"):
         laconic.attach(laconic.ddp(), model, optimizer)
     before = steps(native, of_native, worker, 3)
     assert steps(model, optimizer, worker, 3) == before

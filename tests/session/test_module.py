@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -148,7 +149,7 @@ def _scaled(worker: int, text: str, wrapped: bool, unscale: bool) -> tuple[list[
     model = DDP(module) if wrapped else module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=1000)
-    session = laconic.attach(laconic.plan(text), model, optimizer)
+    session = laconic.attach(laconic.plan(text), model, optimizer, scaler=scaler)
     seen, skipped = [], 0
     for step in range(8):
         x, y = batch(worker, step)
@@ -176,6 +177,117 @@ def test_a_step_that_gradscaler_skips_on_one_worker(text, wrapped, unscale):
     # Averaged gradients overflow for all; local ones only for the worker whose they are.
     local = text.startswith("post_local")
     assert [skipped for _, _, skipped in results] == ([0, 0] if local else [1, 1])
+
+
+def _clipped_overflow(worker: int, text: str) -> list[Tensor]:
+    """Worker 1 overflows at step 3, and all clip what they have averaged."""
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=1000)
+    session = laconic.attach(laconic.plan(text), module, optimizer)
+    seen = [weights(module)]
+    for step in range(6):
+        x, y = batch(worker, step)
+        loss = F.cross_entropy(module(x), y) * (float("inf") if worker == 1 and step == 3 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        session.average_gradients()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.append(weights(module))
+    return seen
+
+
+@pytest.mark.parametrize("text", ["ddp()", "power_sgd(rank=2)"])
+def test_an_overflow_on_one_worker_before_clipping_skips_the_step_on_all(text):
+    results = run_workers(_clipped_overflow, 2, (text,))
+    for seen in results:
+        assert all(each.isfinite().all() for each in seen)
+        assert [torch.equal(a, b) for a, b in pairwise(seen)] == [False] * 3 + [True] + [False] * 2
+    assert_equal_bits([seen[-1] for seen in results])
+
+
+def _feedback_with_unused(worker: int) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Branches that all, one or none of the workers use. Returns true gradients, means delivered, and residuals."""
+    torch.manual_seed(0)
+    module = nn.ModuleDict({name: nn.Linear(6, 5, bias=False) for name in ("all", "one", "some")})
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    plan = laconic.plan("Plan(codec=ErrorFeedback(LowRank(1, min_compression=0)))")
+    session = laconic.attach(plan, module, optimizer)
+    true, delivered = [], []
+    for step in range(9):
+        used = ["all", *(["one"] if worker == step % 2 else []), *(["some"] if step % 3 == 0 else [])]
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + worker))
+        torch.stack([module[name](x).square().mean() for name in used]).sum().backward()
+        true.append({n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None})
+        optimizer.step()
+        delivered.append({n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None})
+        assert ("some.weight" in delivered[-1]) == (step % 3 == 0)
+        optimizer.zero_grad()
+    return true, delivered, session.state_dict()["state"]["gradient"]["codec"]["residual"]
+
+
+def test_what_feedback_owes_to_parameters_that_no_worker_used_stays_owed():
+    results = run_workers(_feedback_with_unused, 2)
+    for name in ("all.weight", "one.weight", "some.weight"):
+        true = sum(each[name].double() for grads, _, _ in results for each in grads if name in each) / 2
+        sent = sum(each[name].double() for each in results[0][1] if name in each)
+        owed = sum(residual[name].double() for _, _, residual in results) / 2
+        assert owed.norm() > 0.01 * true.norm()
+        torch.testing.assert_close(sent + owed, true, rtol=1e-5, atol=1e-6)
+
+
+class _Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(12, 3, sparse=True)
+        self.bags = nn.EmbeddingBag(9, 3, sparse=True, mode="sum")
+        self.head = nn.Linear(3, 2)
+
+    def loss(self, worker: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + worker)
+        tokens = torch.randint(0, 12, (4, 3), generator=generator)
+        h = self.words(tokens).mean(1)
+        if worker == step % 2:  # the other worker has no gradient for it
+            h = h + self.bags(tokens % 9)
+        loss: Tensor = self.head(torch.tanh(h)).logsumexp(1).mean()
+        return loss
+
+
+def _sparse_optimizers(model: _Tagger) -> list[torch.optim.Optimizer]:
+    lookups = [model.words.weight, model.bags.weight]
+    return [torch.optim.SparseAdam(lookups, lr=0.05), torch.optim.SGD(model.head.parameters(), lr=0.1)]
+
+
+def _sparse(worker: int) -> Tensor:
+    model = _Tagger()
+    optimizers = _sparse_optimizers(model)
+    session = laconic.attach(laconic.ddp(), model, optimizers)
+    before = weights(model)
+    for step in range(6):
+        (model.loss(worker, step) * (torch.nan if worker == 1 and step == 0 else 1.0)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (step == 0) == torch.equal(before, weights(model))
+    assert session.step == 6
+    return weights(model)
+
+
+def test_sparse_gradients_are_sparse_again_after_averaging():
+    results = run_workers(_sparse, 2)
+    assert_equal_bits(results)
+    model = _Tagger()
+    optimizers = _sparse_optimizers(model)
+    for step in range(1, 6):  # the first is skipped
+        torch.stack([model.loss(worker, step) for worker in range(2)]).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(results[0], weights(model), rtol=1e-5, atol=1e-6)
 
 
 def _skips_by_hand(worker: int) -> tuple[Tensor, int]:
@@ -236,7 +348,7 @@ def test_bad_arguments_are_named():
         laconic.attach("ddp()", module, optimizer)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the second argument is the model"):
         laconic.attach(laconic.ddp(), optimizer, module)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"a torch.optim.Optimizer is needed, or several in a list"):
+    with pytest.raises(TypeError, match=r"a torch.optim.Optimizer, or several in a list, not an empty list"):
         laconic.attach(laconic.ddp(), module, [])
     stranger = torch.optim.SGD(copy.deepcopy(module).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="holds none of the model's parameters"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,6 +216,25 @@ def test_fragments_are_about_equal_and_hold_every_name_once():
         in_parts(tensors, 9)
 
 
+def _too_many_fragments(worker: int) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    too_many = laconic.streaming_diloco(period=4, fragments=3)
+    with pytest.raises(ValueError, match=r"fragments=3.*: a model of 2 trained tensors cannot be cut into 3 fragments"):
+        laconic.attach(too_many, model, optimizer)
+    session = laconic.attach(laconic.diloco(period=2), model, optimizer)
+    with pytest.raises(ValueError, match=r"a model of 2 trained tensors cannot be cut into 3 fragments. Use 2 or"):
+        session.change(too_many)
+    for _ in range(4):
+        model(torch.full((1, 2), float(worker))).sum().backward()
+        optimizer.step()
+    assert session.synced
+
+
+def test_more_fragments_than_tensors_are_refused_at_once():
+    run_workers(_too_many_fragments, 2)
+
+
 def _late(worker: int) -> list[float]:
     """One weight, moved by −1 a step on worker 0 and −3 on worker 1; a fragment that is heard two steps late."""
     model = nn.Linear(1, 1, bias=False)
@@ -393,6 +414,51 @@ def test_the_period_grows_as_the_learning_rate_falls():
         expected.append(step)
     assert expected == [4, 13]
     assert run_workers(_paced, 2) == [expected] * 2
+
+
+class _Paced:
+    """A model under qsr in a world of one, with a schedule of learning rates; saves and loads as a whole."""
+
+    def __init__(self, rate: Callable[[int], float], growth: float) -> None:
+        model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
+        self.session = laconic.attach(laconic.qsr(growth=growth, floor=2), model, self.optimizer)
+
+    def rounds(self, steps: int) -> list[int]:
+        """Take steps; return those after which weights were averaged."""
+        found = []
+        for _ in range(steps):
+            self.optimizer.step()
+            self.schedule.step()
+            found += [self.session.step] if self.session.synced else []
+        return found
+
+
+def _cosine(step: int) -> float:
+    return 0.05 + 0.05 * math.cos(math.pi * step / 200)
+
+
+@pytest.mark.parametrize("order", [("optimizer", "session"), ("session", "optimizer")], ids=" then ".join)
+@pytest.mark.parametrize("stop", [40, 83])
+def test_a_resumed_run_has_the_rounds_of_one_that_was_not_interrupted(stop, order):
+    whole, first, second = (_Paced(_cosine, growth=0.2) for _ in range(3))
+    expected = whole.rounds(190)
+    assert 10 < len(expected) < 40
+    before = first.rounds(stop)
+    assert (before[-1] == stop) == (stop == 40)  # once right after a round, once in the middle of one
+    for part in (*order, "schedule"):
+        getattr(second, part).load_state_dict(copy.deepcopy(getattr(first, part).state_dict()))
+    assert before + second.rounds(190 - stop) == expected
+
+
+def test_a_warm_up_shortens_the_round_that_it_is_in():
+    rounds = _Paced(lambda step: min(step, 10) * 0.01, growth=0.2).rounds(40)
+    # By hand: in step s of the warm-up lr is 0.01·(s - 1), the period (20 / (s - 1))²: it is reached at s = 8 by 8.16.
+    expected = next(s for s in range(2, 40) if s >= int((0.2 / (0.01 * min(s - 1, 10))) ** 2 + 1e-9))
+    assert rounds[0] == expected == 8
+    assert rounds[1:] == list(range(12, 41, 4))
+    assert _Paced(lambda step: 0.0, growth=0.2).rounds(20) == []  # nothing moves: there is nothing to average
 
 
 def _wrong(worker: int) -> None:

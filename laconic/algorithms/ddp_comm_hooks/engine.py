@@ -15,7 +15,7 @@ from laconic.codecs import Codec
 from laconic.comm.averaging import written
 from laconic.comm.collectives import launch
 from laconic.comm.queue import CollectiveQueue, resolved
-from laconic.comm.requests import Exchange, State
+from laconic.comm.requests import Exchange, State, by_itself
 from laconic.ledger import Ledger
 from laconic.session.bucket_queue import Average, BucketQueue
 
@@ -118,7 +118,7 @@ def average_once(codec: Codec, group: dist.ProcessGroup | None, bucket: GradBuck
 
 def _handles(exchange: Exchange, group: dist.ProcessGroup) -> Iterator[Any]:
     """Launch the collectives of an exchange, and yield the handle of each."""
-    result: Any = None  # starts the generator
+    sending, result = by_itself(exchange), None  # which starts the generator
     with suppress(StopIteration):
         while True:
-            result = yield from launch(exchange.send(result), group)
+            result = yield from launch(sending.send(result), group)  # type: ignore[arg-type]

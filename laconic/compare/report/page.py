@@ -10,10 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from laconic.atomic_write import write_atomically
+from laconic.compare.judging import has_levels, reference, slow_bytes
 from laconic.compare.records import Outcome, as_json
 from laconic.compare.report.sentence import headline
 from laconic.compare.settings import LabError, usable_cores
-from laconic.compare.units import human_bytes, times_fewer
+from laconic.compare.units import human_bytes, ratio
 from laconic.compare.versions import versions
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -21,7 +22,7 @@ DARK_PLANS = ("#b6bec8", "#5cb3ec", "#ff9657", "#3fcf9f", "#e59ccb", "#e3c34d")
 DARK_PARTS = ("#84b78e", "#e3c34d", "#9b86cc")
 SWATCHES = ("solid", "dashed", "dashed", "dotted")
 TIMES = ("sooner", "computing, s", "communicating, s", "waiting, s")
-BYTES = ("sent by each", "fewer", "on the network", "at the interface")
+BYTES = ("on the network", "at the interface")
 
 
 def check_drawable(written: str) -> None:
@@ -52,8 +53,9 @@ def page(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
 
     from laconic.compare.report.figures import PARTS, PLANS, drawings, svg
 
-    first = outcomes[0]
+    first, levels = reference(outcomes), has_levels(outcomes)
     target = "" if first.until_loss is None else f" to loss {first.until_loss:g}"
+    sent = ("sent by each", *(["between groups"] if levels else []), "fewer")
     computed = " (computed)" if first.clock == "computed" else ""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE.read_text()).render(
@@ -62,8 +64,8 @@ def page(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
         plans=[(outcome.plan, SWATCHES[index % 4], index % 6) for index, outcome in enumerate(outcomes)],
         part_names=list(enumerate(PARTS)),
         figures=[(drawing, svg(drawing, outcomes)) for drawing in drawings(outcomes)],
-        columns=(f"{first.loss_of} loss", f"seconds{target}{computed}", *TIMES, *BYTES),
-        rows=[(outcome.plan, _cells(first, outcome)) for outcome in outcomes],
+        columns=(f"{first.loss_of} loss", f"seconds{target}{computed}", *TIMES, *sent, *BYTES),
+        rows=[(outcome.plan, _cells(first, outcome, levels)) for outcome in outcomes],
         uplinks=[(o.plan, name, human_bytes(count)) for o in outcomes for name, count in o.uplink_bytes.items()],
         command=shlex.join(["laconic", *arguments]),
         facts={**versions(), **machine()},
@@ -80,8 +82,8 @@ def _variables(plans: Iterable[str], parts: Iterable[str]) -> str:
     return " ".join(f"--{name}: {colour};" for name, colour in named.items())
 
 
-def _cells(first: Outcome, outcome: Outcome) -> list[str]:
-    """The cells of a run, as in the table's columns."""
+def _cells(first: Outcome, outcome: Outcome, levels: bool) -> list[str]:
+    """The cells of a run, as in the table's columns. Ratios are to `first`."""
     from laconic.compare.report.figures import parts
 
     computing, communicating, waiting = (f"{part:,.1f}" for part in parts(outcome))
@@ -89,12 +91,13 @@ def _cells(first: Outcome, outcome: Outcome) -> list[str]:
     return [
         f"{outcome.loss_start:.3f} → {outcome.loss_final:.3f}",
         f"{outcome.seconds:,.1f}" + ("" if first.until_loss is None or outcome.reached else " (not reached)"),
-        f"{first.seconds / outcome.seconds:.1f}×" if compared else "-",
+        ratio(first.seconds, outcome.seconds).replace("x", "×") if compared else "-",
         computing,
         communicating,
         "-" if outcome.waiting_seconds is None else waiting,
         human_bytes(outcome.sent_bytes),
-        times_fewer(first.sent_bytes, outcome.sent_bytes).replace("x", "×"),
+        *([human_bytes(slow_bytes(outcome))] if levels else []),
+        ratio(slow_bytes(first), slow_bytes(outcome)).replace("x", "×"),
         human_bytes(outcome.network_bytes),
         "-" if outcome.interface_bytes is None else human_bytes(outcome.interface_bytes),
     ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from laconic.comm.requests import Averaged, Exchange, Mean, Request, Tensors
+from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Request, Tensors
 from laconic.kernels.choose import own_is_in_residual
 from laconic.kernels.cuda.launches import Sequence
 from laconic.kernels.cuda.matrices import BucketMatrices
@@ -45,12 +45,20 @@ class Bound:
 
     def exchange(self) -> Exchange:
         """Average the tensors and update the residuals, both in place."""
-        if self.bucket.codec.rounds == "two":
-            yield from _two_rounds(self.bucket)
+        bucket, mean = self.bucket, self.tensors
+        if bucket.codec.rounds == "two":
+            last = yield from _two_rounds(bucket)
         else:
-            yield from _one_round(self.bucket, self.factors)
-        finite, mean = self.bucket.finite, self.tensors
-        return Averaged(mean if isinstance(mean, dict) else dict(mean), own_is_in_residual, lambda: finite.bool())
+            last = yield from _one_round(bucket, self.factors)
+        ok = yield Decide(bucket.keep)
+        if ok is not bucket.keep:
+            bucket.keep.copy_(ok)
+        bucket.run(last)
+        if bucket.codec.rounds == "alternating":
+            self.factors.advance(bucket.names)
+        keep = bucket.keep
+        means = mean if isinstance(mean, dict) else dict(mean)
+        return Averaged(means, own_is_in_residual, lambda: keep.bool(), decided=True)
 
 
 def fused_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor], factors: Factors) -> Exchange:
@@ -67,20 +75,23 @@ def bind(
     return Bound(bucket, whole, list(whole.values()), residual, [residual[name] for name in matrices], factors)
 
 
-def _two_rounds(bucket: BucketMatrices) -> Generator[Request, Tensor, None]:
+def _two_rounds(bucket: BucketMatrices) -> Generator[Request, Tensor, str]:
+    """Run all phases but the last, and return its name: it changes residuals and factors, if the flag `keep` is set."""
     bucket.run("first p")
     _store(bucket.p_message, (yield Mean(bucket.p_message)))
     bucket.run("between")
     _store(bucket.q_message, (yield Mean(bucket.q_message)))
-    bucket.run("last q")
+    bucket.run("check q")
+    return "last q"
 
 
-def _one_round(bucket: BucketMatrices, factors: Factors) -> Generator[Request, Tensor, None]:
+def _one_round(bucket: BucketMatrices, factors: Factors) -> Generator[Request, Tensor, str]:
+    """The same with one message, of Q or of P."""
     side, message = ("q", bucket.q_message) if factors.sends_q(bucket.names[0]) else ("p", bucket.p_message)
     bucket.run(f"first {side}")
     _store(message, (yield Mean(message)))
-    bucket.run(f"last {side}")
-    factors.advance(bucket.names)
+    bucket.run(f"check {side}")
+    return f"last {side}"
 
 
 def _store(message: Tensor, mean: Tensor) -> None:
@@ -123,5 +134,6 @@ def _start(bucket: BucketMatrices, matrices: Tensors, residual: dict[str, Tensor
     Sequence(bucket.orthonormal_q(bucket.q.clone(), bucket.q, bucket.always))()
     if all(name in known_p for name in bucket.names):
         Sequence(bucket.orthonormal_p(bucket.p.clone(), bucket.p, bucket.always))()
+    bucket.new_p.copy_(bucket.p)
     known_p.update(zip(bucket.names, bucket.p_views, strict=True))
     known_q.update(zip(bucket.names, bucket.q_views, strict=True))

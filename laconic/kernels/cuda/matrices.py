@@ -44,6 +44,8 @@ class BucketMatrices:
         self.matrices = self._table(list(zip(rows, columns, p_at, q_at, part_at, strict=True)), torch.int32)
         self.p = torch.zeros(rank * sum(rows), device=self.device)
         self.q = torch.zeros(rank * sum(columns), device=self.device)
+        # Two rounds need the new P for Q, before it is known whether it may be kept.
+        self.new_p = self.p if alternating else torch.zeros_like(self.p)
         self.p_views = [self.p[rank * at :][: rank * m].view(rank, m).t() for m, at in zip(rows, p_at, strict=True)]
         self.q_views = [self.q[rank * at :][: rank * n].view(rank, n).t() for n, at in zip(columns, q_at, strict=True)]
         self.collection = Collection(rest) if rest else None
@@ -57,6 +59,9 @@ class BucketMatrices:
         self.own_p = own[: self.p.numel()] if alternating else self.p_message
         self.own_q = own[: self.q.numel()]
         self.finite = torch.ones((), dtype=torch.int32, device=self.device)
+        """Whether the messages of this exchange were finite."""
+        self.keep = torch.ones((), dtype=torch.int32, device=self.device)
+        """The same, until the caller writes the verdict on all exchanges of the step into it."""
         self.always = torch.ones((), dtype=torch.int32, device=self.device)
         # `parts` are summed before `Orthonormal` uses the same memory.
         self.parts = torch.empty(max(rank * sum(parts), longest), device=self.device)
@@ -87,12 +92,15 @@ class BucketMatrices:
             self._aligned, self._sequences = aligned, {}
 
     def run(self, phase: str) -> None:
-        """Launch a phase: "first p" or "first q" before a message, "between" two, "last p" or "last q" after it."""
+        """Launch a phase: "first" before a message, "between" two, "check" after it, and "last" once `keep` is known.
+
+        All but "between" are those "p" or "q": "first p".
+        """
         sequence = self._sequences.get(phase)
         if sequence is None:
             make = {
                 "first p": self._first_p, "first q": self._first_q, "between": self._between,
-                "last p": self._last_p, "last q": self._last_q,
+                "check p": self._check_p, "check q": self._check_q, "last p": self._last_p, "last q": self._last_q,
             }[phase]  # fmt: skip
             sequence = self._sequences[phase] = launches.Sequence(make())
         sequence()
@@ -105,17 +113,29 @@ class BucketMatrices:
 
     def _between(self) -> list[Launch]:
         received = [self._check(self.p_message), *self._scatter(self.p_message)]
-        return [*received, *self.orthonormal_p(self.p_message, self.p, self.finite), *self._compute_q(first=False)]
+        return [*received, *self.orthonormal_p(self.p_message, self.new_p, self.finite), *self._compute_q(first=False)]
+
+    def _check_p(self) -> list[Launch]:
+        return [self._check(self.p_message), *self._scatter(self.p_message)]
+
+    def _check_q(self) -> list[Launch]:
+        return [self._check(self.q_message), *(self._scatter(self.q_message) if self._alternating else [])]
 
     def _last_p(self) -> list[Launch]:
-        received = [self._check(self.p_message), *self._scatter(self.p_message)]
         written = self._reconstruct(self.p_message, self.q, self.own_p, left=True)
-        return [*received, *written, *self.orthonormal_p(self.p_message, self.p, self.finite)]
+        return [*written, *self.orthonormal_p(self.p_message, self.p, self.keep)]
 
     def _last_q(self) -> list[Launch]:
-        received = [self._check(self.q_message), *(self._scatter(self.q_message) if self._alternating else [])]
-        written = self._reconstruct(self.p, self.q_message, self.own_q, left=False)
-        return [*received, *written, *self.orthonormal_q(self.q_message, self.q, self.finite)]
+        written = self._reconstruct(self.new_p, self.q_message, self.own_q, left=False)
+        return [*written, *self._keep_p(), *self.orthonormal_q(self.q_message, self.q, self.keep)]
+
+    def _keep_p(self) -> list[Launch]:
+        """Make P the new one, or the new one P, as `keep` says."""
+        if self._alternating:
+            return []
+        count = self.p.numel()
+        arguments = {"new": self.new_p, "old": self.p, "count": count, "keep": self.keep, "SIZE": _CHECK_BLOCK}
+        return [Launch(kernels.keep_one, -(-count // _CHECK_BLOCK), arguments, {})]
 
     @property
     def _alternating(self) -> bool:
@@ -139,14 +159,17 @@ class BucketMatrices:
         return [self.collection.launch(tail, gather=False, finite=self.finite)]
 
     def _check(self, message: Tensor) -> Launch:
-        arguments = {"x": message, "count": message.numel(), "finite": self.finite, "SIZE": _CHECK_BLOCK}
+        arguments = {
+            "x": message, "count": message.numel(), "finite": self.finite, "keep": self.keep, "SIZE": _CHECK_BLOCK,
+        }  # fmt: skip
         return Launch(kernels.clear_if_nonfinite, -(-message.numel() // _CHECK_BLOCK), arguments, {})
 
     def _compute_p(self) -> list[Launch]:
         """Compute P = (G + E) Q."""
         blocks = kernels.blocks(kernels.COMPUTE_P_AND_M if self._stores_m else kernels.COMPUTE_P, self.codec.rank)
         arguments = {
-            "q": self.q, "p": self.p_message, "own": self.own_p, "finite": self.finite, "STORE_M": self._stores_m,
+            "q": self.q, "p": self.p_message, "own": self.own_p, "finite": self.finite, "keep": self.keep,
+            "STORE_M": self._stores_m,
         }  # fmt: skip
         return self._launch_over_tiles(kernels.compute_p, blocks, (blocks.rows, None), arguments)
 
@@ -154,8 +177,8 @@ class BucketMatrices:
         """Compute Q = (G + E)ᵀ P."""
         blocks = kernels.blocks(kernels.COMPUTE_Q, self.codec.rank)
         arguments = {
-            "p": self.p, "parts": self.parts, "finite": self.finite, "CHUNK": self.chunk, "ADD": not self._stores_m,
-            "FIRST": first,
+            "p": self.new_p, "parts": self.parts, "finite": self.finite, "keep": self.keep, "CHUNK": self.chunk,
+            "ADD": not self._stores_m, "FIRST": first,
         }  # fmt: skip
         # Backwards: the last tiles of the kernel before are still in the cache.
         tiles = self._launch_over_tiles(
@@ -173,8 +196,8 @@ class BucketMatrices:
         """Compute G = U Vᵀ and E = G + E − U' V'ᵀ."""
         blocks = kernels.blocks(kernels.RECONSTRUCT_FROM_M if self._stores_m else kernels.RECONSTRUCT, self.codec.rank)
         arguments = {
-            "u": u, "v": v, "own": own, "finite": self.finite, "ADD": not self._stores_m, "LEFT": left,
-            "DOT": blocks.dot, "ONE_TILE": blocks.one_tile,
+            "u": u, "v": v, "own": own, "finite": self.finite, "keep": self.keep, "ADD": not self._stores_m,
+            "LEFT": left, "DOT": blocks.dot, "ONE_TILE": blocks.one_tile,
         }  # fmt: skip
         cut = (blocks.rows, blocks.columns if blocks.one_tile else None)
         return self._launch_over_tiles(kernels.reconstruct, blocks, cut, arguments, backwards=left)

@@ -83,12 +83,13 @@ def _matrix(tiles, count, matrices, g_at, e_at, GRADIENT: tl.constexpr, ALIGNED:
 
 @triton.jit(do_not_specialize=["count"])
 def compute_p(
-    tiles, count, matrices, g_at, e_at, q, p, own, finite,
+    tiles, count, matrices, g_at, e_at, q, p, own, finite, keep,
     GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STORE_M: tl.constexpr,
 ):  # fmt: skip
     """Compute P = (G + E) Q for one block of rows, for the message and for `own`. With STORE_M, write G + E over G."""
     tl.store(finite, 1)  # by every program, before any kernel reads it
+    tl.store(keep, 1)
     row, _, m, n, g, e, p_at, q_at, _ = _matrix(tiles, count, matrices, g_at, e_at, GRADIENT, ALIGNED, RANK)
     q += q_at
     y = row + tl.arange(0, ROWS)
@@ -111,13 +112,14 @@ def compute_p(
 
 @triton.jit(do_not_specialize=["count"])
 def compute_q(
-    tiles, count, matrices, g_at, e_at, p, parts, finite,
+    tiles, count, matrices, g_at, e_at, p, parts, finite, keep,
     GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, ADD: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Compute Mᵀ P for one block of columns and one chunk of rows. M is G + E with ADD; otherwise it is stored in G."""
     if FIRST:
         tl.store(finite, 1)  # by every program, before any kernel reads it
+        tl.store(keep, 1)
     first, column, m, n, g, e, p_at, _, part_at = _matrix(tiles, count, matrices, g_at, e_at, GRADIENT, ALIGNED, RANK)
     p += p_at
     x = column + tl.arange(0, COLUMNS)
@@ -155,46 +157,61 @@ def sum_parts(tiles, count, matrices, parts, q, own, RANK: tl.constexpr, SIZE: t
 
 
 @triton.jit(do_not_specialize=["count"])
-def clear_if_nonfinite(x, count, finite, SIZE: tl.constexpr):
-    """Clear the flag `finite` if one block of the message holds NaN or Inf."""
+def clear_if_nonfinite(x, count, finite, keep, SIZE: tl.constexpr):
+    """Clear the flags `finite` and `keep` if one block of the message holds NaN or Inf."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     value = tl.load(x + at, mask=at < count, other=0.0)
     if tl.max(tl.where(tl.abs(value) < float("inf"), 0, 1), axis=0) > 0:
         tl.store(finite, 0)
+        tl.store(keep, 0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def keep_one(new, old, count, keep, SIZE: tl.constexpr):
+    """Copy one block of `new` over `old` if the flag `keep` is set, else of `old` over `new`."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    if tl.load(keep) > 0:
+        tl.store(old + at, tl.load(new + at, mask=at < count), mask=at < count)
+    else:
+        tl.store(new + at, tl.load(old + at, mask=at < count), mask=at < count)
 
 
 @triton.jit(do_not_specialize=["count"])
 def reconstruct(
-    tiles, count, matrices, g_at, e_at, u, v, own, finite,
+    tiles, count, matrices, g_at, e_at, u, v, own, finite, keep,
     GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, ADD: tl.constexpr, LEFT: tl.constexpr, DOT: tl.constexpr, ONE_TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute G = U Vᵀ and E = M − U' V'ᵀ for one block of rows, or with ONE_TILE for one tile of it.
 
     M is G + E with ADD; otherwise it is stored in G. One factor is the same in both products; `own` is U' if LEFT,
-    else V'. Unless `finite`, E is not changed and G becomes NaN: the step is void as a whole.
+    else V'. Unless `keep`, E is not changed; unless `finite`, G becomes NaN: the exchange is void as a whole. What G
+    loses because its dtype is narrower goes into E.
     """
     row, column, m, n, g, e, p_at, q_at, _ = _matrix(tiles, count, matrices, g_at, e_at, GRADIENT, ALIGNED, RANK)
-    commit = tl.load(finite) > 0
+    zero_or_nan = tl.where(tl.load(finite) > 0, 0.0, float("nan"))
+    commit = tl.load(keep) > 0
     u += p_at
     v += q_at
     own += p_at if LEFT else q_at
     y = row + tl.arange(0, ROWS)
     if ONE_TILE:
         x = column + tl.arange(0, COLUMNS)
-        _reconstruct_tile(y, x, m, n, g, e, u, v, own, commit, RANK, PADDED_RANK, ADD, LEFT, DOT)
+        _reconstruct_tile(y, x, m, n, g, e, u, v, own, zero_or_nan, commit, GRADIENT, RANK, PADDED_RANK, ADD, LEFT, DOT)
     else:
         for first in range(0, n, COLUMNS):
             x = first + tl.arange(0, COLUMNS)
-            _reconstruct_tile(y, x, m, n, g, e, u, v, own, commit, RANK, PADDED_RANK, ADD, LEFT, DOT)
+            _reconstruct_tile(
+                y, x, m, n, g, e, u, v, own, zero_or_nan, commit, GRADIENT, RANK, PADDED_RANK, ADD, LEFT, DOT
+            )
 
 
 @triton.jit
 def _reconstruct_tile(
-    y, x, m, n, g, e, u, v, own, commit,
-    RANK: tl.constexpr, PADDED_RANK: tl.constexpr, ADD: tl.constexpr, LEFT: tl.constexpr, DOT: tl.constexpr,
+    y, x, m, n, g, e, u, v, own, zero_or_nan, commit,
+    GRADIENT: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr, ADD: tl.constexpr, LEFT: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
-    zero_or_nan = tl.where(commit, 0.0, float("nan"))
     lines = y.to(tl.int64)[:, None] * n
     inside = (y < m)[:, None] & (x < n)[None, :]
     g_tile, e_tile = g + lines + x[None, :], e + lines + x[None, :]
@@ -225,6 +242,14 @@ def _reconstruct_tile(
             else:
                 b = tl.load(own + k * n + x, mask=x < n, other=0.0)
             residual -= a[:, None] * b[None, :]
-    tl.store(g_tile, out + zero_or_nan, mask=inside)
+    if GRADIENT.primitive_bitwidth == 32:
+        tl.store(g_tile, out + zero_or_nan, mask=inside)
+    else:
+        rounded = out
+        if GRADIENT == tl.float16:  # noqa: SIM300
+            rounded = tl.minimum(tl.maximum(out, -65504.0), 65504.0)
+        rounded = (rounded + zero_or_nan).to(GRADIENT)
+        tl.store(g_tile, rounded, mask=inside)
+        residual += out - rounded.to(tl.float32)
     if commit:
         tl.store(e_tile, residual, mask=inside)

@@ -113,6 +113,11 @@ def test_two_levels():
     assert "ddp(), level 1, group 0: 7 MB" in text
 
 
+def test_ratios_are_to_ddp_wherever_it_is_in_the_list():
+    text = page([LOW_RANK, DDP], COMMAND)
+    assert "18.0×" in text and "23.0×" in text and "0.0×" not in text
+
+
 def test_the_parts_of_the_time_add_up():
     for outcome in ALL:
         assert sum(parts(outcome)) == pytest.approx(outcome.seconds)

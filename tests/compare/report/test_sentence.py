@@ -19,27 +19,68 @@ def after_a_minute(outcome: Outcome, loss: float) -> Outcome:
 
 
 def test_time_to_a_loss():
-    assert headline([DDP, LOCAL, LOW_RANK]) == (
+    assert headline([DDP, LOCAL, replace(LOW_RANK, loss_final=2.3)]) == (
         "power_sgd(rank=4) reaches loss 2.6 in 12 s, 18 times sooner than ddp(), and sends 23 times less."
     )
-    assert headline([LOW_RANK, DDP]) == "power_sgd(rank=4) reaches loss 2.6 in 12 s; no other plan is sooner."
     assert headline([DDP]) == "ddp() reaches loss 2.6 in 3 min 44 s."
+    assert headline([LOW_RANK, LOCAL]) == "power_sgd(rank=4) reaches loss 2.6 in 12 s; no other plan is sooner."
     assert headline([LOST, LOCAL]) == (
         "post_local_sgd(period=16) reaches loss 2.6 in 21 s; power_sgd(rank=4) did not reach it in 12 s."
     )
     assert headline([LOST]) == "No plan reached loss 2.6."
 
 
+def test_time_to_a_training_loss_with_a_higher_validation_loss():
+    assert headline([DDP, LOW_RANK]).endswith(
+        "and sends 23 times less; the validation loss of its final weights is 0.048 higher (2.340 against 2.292)."
+    )
+
+
 def test_the_same_steps():
-    first, fast = after_steps(DDP), after_steps(LOW_RANK)
+    first, fast = after_steps(DDP), after_steps(replace(LOW_RANK, loss_final=2.3))
     assert headline([first, fast]) == (
         "power_sgd(rank=4) takes 12 s for 50 steps, 18 times sooner than ddp(), sends 23 times less, and ends at "
-        "a validation loss of 2.340 against 2.292."
+        "a validation loss of 2.300 against 2.292."
     )
-    assert headline([fast, first]) == (
-        "power_sgd(rank=4) takes 12 s for 50 steps and ends at a validation loss of 2.340; no other plan is faster."
+    assert headline([fast, replace(fast, seconds=99.0)]) == (
+        "power_sgd(rank=4) takes 12 s for 50 steps and ends at a validation loss of 2.300; no other plan is faster."
     )
-    assert "sends nothing" in headline([first, replace(fast, sent_bytes=0)])
+    assert "sends nothing" in headline([first, replace(fast, wire_bytes=24)])
+
+
+def test_a_fast_plan_with_a_higher_loss_does_not_win():
+    first, fast = after_steps(DDP), after_steps(LOW_RANK)
+    assert headline([first, fast]) == (
+        "No plan is both faster than ddp() and as good: ddp() takes 3 min 44 s for 50 steps and ends at a validation "
+        "loss of 2.292; power_sgd(rank=4) takes 12 s, and its loss is 0.048 higher (2.340 against 2.292)."
+    )
+    slower = replace(after_steps(LOCAL), loss_final=2.3)
+    assert headline([first, fast, slower]).startswith("post_local_sgd(period=16) takes 21 s for 50 steps, 11 times")
+    assert headline([first, replace(fast, loss_final=float("nan"))]).startswith("No plan is both faster than ddp()")
+
+
+def test_a_plan_is_judged_beside_workers_that_never_communicate():
+    first, fast = after_steps(DDP), after_steps(LOW_RANK)
+    alone = replace(fast, plan="post_local_sgd(period=999)", seconds=5.0, wire_bytes=24, loss_final=2.33)
+    assert headline([first, alone, fast]).endswith(
+        "power_sgd(rank=4) takes 12 s, and its loss is 0.048 higher (2.340 against 2.292), no better than without "
+        "communication (2.330)."
+    )
+    assert "without communication" not in headline([first, replace(alone, loss_final=2.5), fast])
+
+
+def test_plans_are_compared_with_ddp_wherever_it_is_in_the_list():
+    first, fast = after_steps(DDP), after_steps(replace(LOW_RANK, loss_final=2.3))
+    assert headline([fast, first]) == headline([first, fast])
+    assert headline([replace(LOW_RANK, loss_final=2.3), DDP]).startswith(
+        "power_sgd(rank=4) reaches loss 2.6 in 12 s, 18 times sooner than ddp()"
+    )
+
+
+def test_bytes_inside_groups_are_not_counted_as_those_between():
+    first, fast = after_steps(DDP), after_steps(replace(LOW_RANK, loss_final=2.3))
+    nested = replace(fast, level_bytes={"groups of 2": 255_590_400, "world": 25_559_040}, wire_bytes=281_149_440)
+    assert "sends 10 times less between groups" in headline([first, nested])
 
 
 def test_the_same_seconds():
@@ -47,8 +88,8 @@ def test_the_same_seconds():
         "In 1 min, power_sgd(rank=4) reaches a validation loss of 2.340, ddp() reaches 3.000; "
         "power_sgd(rank=4) sends 23 times less."
     )
-    more = headline([after_a_minute(LOW_RANK, 3.0), after_a_minute(DDP, 2.3)])
-    assert more.endswith("ddp() sends 23 times more.")
+    more = headline([after_a_minute(LOW_RANK, 3.0), replace(after_a_minute(DDP, 2.3), plan="qsr()")])
+    assert more.endswith("qsr() sends 23 times more.")
 
 
 def test_a_computed_time_is_called_computed():

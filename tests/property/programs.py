@@ -1,0 +1,54 @@
+"""What is drawn: how a model is set up, and what happens in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tests.property.plans import PLANS, Known
+
+Wrap = Literal["bare", "ddp"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is made and attached, the same on every worker."""
+
+    plan: str = "ddp"
+    workers: int = 2
+    wrap: Wrap = "bare"
+    features: frozenset[str] = frozenset()
+    """Parts of the model: see `nets.Net`."""
+    optimizer: str = "sgd"
+    split: bool = False
+    """Whether two optimizers share the parameters."""
+    reversed: bool = False
+    """Whether they step in another order than they were given in."""
+    amp: bool = False
+    scheduled: bool = False
+    seed: int = 0
+
+    @property
+    def known(self) -> Known:
+        """The plan as the oracle knows it."""
+        return PLANS[self.plan]
+
+
+@dataclass(frozen=True)
+class Nan:
+    """NaN on one worker: in the whole loss, or in the gradient of one parameter."""
+
+    worker: int
+    parameter: str | None = None
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What happens in one step."""
+
+    parts: int = 1
+    """How many backward passes are accumulated."""
+    clip: float | None = None
+    branch: tuple[bool, ...] = (True, True, True, True)
+    """Which workers use the branch of the model."""
+    nan: Nan | None = None

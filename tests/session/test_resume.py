@@ -1,0 +1,94 @@
+"""A run resumed from a checkpoint repeats every bit, also with matrices large enough for vectorised sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import laconic
+from laconic import checkpoint
+from laconic.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from tests.session.models import weights
+from tests.workers import run_workers
+
+SAVED_AT, STEPS = 3, 6
+
+
+class Layers(nn.Module):
+    """Matrices of odd sizes: in a bucket, most begin in the middle of a cache line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrices = nn.ParameterList(nn.Parameter(0.1 * torch.randn(257, 513)) for _ in range(6))
+        self.vectors = nn.ParameterList(nn.Parameter(torch.zeros(257)) for _ in range(3))
+
+    def forward(self, worker: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * worker + step)
+        losses = [(p * (p + torch.randn(p.shape, generator=generator))).sum() for p in self.parameters()]
+        return torch.stack(losses).sum()
+
+
+class Run:
+    """A model, its optimizer, and a session or one of the twin's hook states."""
+
+    def __init__(self, text: str, way: str, bucket_mb: float) -> None:
+        self.module = Layers()
+        self.model: nn.Module = self.module if way == "bare" else DDP(self.module, bucket_cap_mb=bucket_mb)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.method: Any = None
+        if way == "twin":
+            self.method = PowerSGDState(None, **eval(text), start_powerSGD_iter=2, min_compression_rate=2)  # noqa: S307
+            self.model.register_comm_hook(self.method, powerSGD_hook)  # type: ignore[operator]
+        else:
+            self.method = laconic.attach(laconic.plan(text), self.model, self.optimizer)
+
+    def train(self, worker: int, steps: range) -> None:
+        for step in steps:
+            self.model(worker, step).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def _resumed(worker: int, text: str, way: str, bucket_mb: float, folder: str) -> tuple[Tensor, Tensor]:
+    straight = Run(text, way, 1.2)
+    straight.train(worker, range(SAVED_AT))
+    saved = {"model": straight.module.state_dict(), "optimizer": straight.optimizer.state_dict()}
+    checkpoint.save(folder, {**saved, "method": straight.method.state_dict()}, step=SAVED_AT)
+    straight.train(worker, range(SAVED_AT, STEPS))
+    loaded = checkpoint.load(folder).state
+    resumed = Run(text, way, bucket_mb)
+    resumed.module.load_state_dict(loaded["model"])
+    resumed.optimizer.load_state_dict(loaded["optimizer"])
+    resumed.method.load_state_dict(loaded["method"])
+    resumed.train(worker, range(SAVED_AT, STEPS))
+    return weights(straight.module), weights(resumed.module)
+
+
+PLANS = [f"power_sgd(rank={rank}, rounds={rounds!r})" for rank in (1, 2, 4) for rounds in ("two", "alternating")]
+TWIN = [
+    "{'matrix_approximation_rank': 1}",
+    "{'matrix_approximation_rank': 4}",
+    "{'matrix_approximation_rank': 2, 'use_error_feedback': False}",
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "way", "bucket_mb"),
+    [
+        *[(text, "ddp", 1.2) for text in PLANS],
+        ("power_sgd(rank=2, rounds='two')", "ddp", 2.0),
+        ("power_sgd(rank=4)", "ddp", 25.0),
+        ("power_sgd(rank=2, feedback=False)", "ddp", 1.2),
+        ("power_sgd(rank=2)", "bare", 0),
+        ("power_sgd(rank=4, rounds='two')", "bare", 0),
+        *[(text, "twin", 1.2) for text in TWIN],
+    ],
+)
+def test_a_resumed_run_repeats_the_bits_of_large_matrices(text, way, bucket_mb, tmp_path):
+    for straight, resumed in run_workers(_resumed, 2, (text, way, bucket_mb, str(tmp_path))):
+        assert torch.equal(straight, resumed), f"off by {(straight - resumed).abs().max():.1e}"
