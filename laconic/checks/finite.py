@@ -67,7 +67,7 @@ class _Observed:
 class _Late:
     """What is reported of a step once the device has computed it."""
 
-    queue: CollectiveQueue
+    queue: CollectiveQueue | None
     step: int
     seen: list[_Observed]
     parameters: list[str]
@@ -84,6 +84,8 @@ class NonFiniteCheck:
         self.policy: NonFinite = policy
         self.late = late
         """Whether the optimizers skip a non-finite step themselves, and it is reported a step later."""
+        self.alone = False
+        """Whether the others cannot be asked who had NaN: some may have run out of data (DDP's `join()`)."""
         self._seen: list[_Observed] = []
         self._pending: list[_Late] = []
         self._each_parameter = False
@@ -158,10 +160,9 @@ class NonFiniteCheck:
         if _all_true([each.mean for each in seen]):
             return False
         now = gradients()
-        bad, where = _who_and_where(queue, seen, list(now))
-        message = (
-            f"step {step}: {names(bad)} had NaN or Inf, in {where or _first_nonfinite(now) or 'several parameters'}"
-        )
+        bad, where = _who_and_where(None if self.alone else queue, seen, list(now))
+        where = where or _first_nonfinite(now) or "several parameters"
+        message = f"step {step}: {names(bad) if bad else 'some worker'} had NaN or Inf, in {where}"
         if self.policy == "raise":
             raise NonFiniteError(f"{message}. No worker has stepped.", bad)
         logger.warning("%s. No worker steps, and no codec keeps anything of it.", message)
@@ -185,7 +186,7 @@ class NonFiniteCheck:
         if finite.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
-        self._pending.append(_Late(queue, step, seen, of, host, ready))
+        self._pending.append(_Late(None if self.alone else queue, step, seen, of, host, ready))
         return (~finite.all()).to(torch.float32)
 
     def report_late(self, parameters: Iterable[str]) -> None:
@@ -208,7 +209,7 @@ class NonFiniteCheck:
         logger.warning(
             "step %d: %s had NaN or Inf, in %s. No worker has stepped, and no codec keeps anything of it.",
             late.step,
-            names(bad),
+            names(bad) if bad else "some worker",
             where,
         )
 
@@ -234,9 +235,11 @@ def _finding(x: Tensor, tensors: Mapping[str, Tensor], first: bool) -> Finding:
 
 
 def _who_and_where(
-    queue: CollectiveQueue, seen: Sequence[_Observed], parameters: Iterable[str]
+    queue: CollectiveQueue | None, seen: Sequence[_Observed], parameters: Iterable[str]
 ) -> tuple[list[int], str]:
     """Find the workers whose messages were the first that were not finite, and the first parameter that they name."""
+    if queue is None:
+        return [], ""
     order = {name: index for index, name in enumerate(parameters, start=2)}
     own = [_code(finding, order) for each in seen for finding in each.own]
     rows = queue.gather(torch.tensor(own)).split([len(each.own) for each in seen], dim=1)

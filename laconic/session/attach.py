@@ -22,7 +22,7 @@ from laconic.comm.queue import CollectiveQueue
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
 from laconic.session.anchor import Anchors
-from laconic.session.ddp import DDPPath, find_ddp
+from laconic.session.ddp import DDPPath, check_dense, find_ddp
 from laconic.session.fsdp import ShardedPath, check_sharded, replicas_of
 from laconic.session.grad_scaler import ScaledSteps, skips_itself
 from laconic.session.gradients import GradientAverager, GradientPath
@@ -98,6 +98,8 @@ def attach(
     observers = observers_from_env()
     ledger = Ledger() if ledger is None else ledger
     ddp = find_ddp(model)
+    if ddp is not None:
+        check_dense(ddp)
     whole = _group_of(ddp, group or replicas_of(units), levels)
     check_sharded(model, units, plan, whole)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

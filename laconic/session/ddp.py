@@ -29,11 +29,18 @@ from laconic.session.gradients import GradientAverager
 from laconic.session.model_state import local_of
 from laconic.session.stop import StepHeaders
 from laconic.torch_private.autograd import at_end_of_backward, backward_id
+from laconic.torch_private.distributed import is_joining
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
 TakesBucket: TypeAlias = "Callable[[GradBucket], Future[Tensor]]"
+
+
+SPARSE = (
+    "attach: {} has sparse gradients, which DistributedDataParallel passes on as they are, and no codec takes. Make it "
+    "with sparse=False, or attach to the bare module, which averages sparse gradients as dense ones."
+)
 
 
 class _Hook:
@@ -120,6 +127,8 @@ class DDPPath:
         self._bitmap_bytes = 0
         self._sent: dict[str, Tensor] = {}
         """The buckets of this backward by name, where DDP may drop some of their means."""
+        self._joined = self._shadowed = False
+        """Whether the last backward was inside DDP's `join()`; whether this worker had run out of data then."""
         self._checked: Facts | None = None
         """The parameters that DDP was found to average."""
 
@@ -143,17 +152,45 @@ class DDPPath:
     def _take(self, bucket: GradBucket) -> Future[Tensor]:
         if self._sync is None:
             return resolved(bucket.buffer())
-        if self._headers is None and self._step_headers.stop_due:
+        if bucket.index() == 0 and (self.joining or self._joined):
+            self._begin_joined_backward(self._sync)
+        if bucket.buffer().is_sparse:
+            raise RuntimeError(SPARSE.format("a parameter"))
+        if self._headers is None and self._step_headers.stop_due and not self._joined:
             self._headers = PendingHeaders(self._averager.levels.world, self._step_headers.stop_header())
         queue = self._queues.get(self._sync.level) or self._queue(self._sync.level)
         tensors = self._views.tensors(bucket)
         if self._finds_unused:
             self._record_bitmap(len(tensors), bucket.is_last())
-            self._sent |= tensors
-            if bucket.is_last() and backward_id() >= 0:
+            if not self._shadowed:
+                self._sent |= tensors
+            if bucket.is_last() and self._sent:
                 # Twice, to come after DDP's own callback, which is queued after this bucket.
                 at_end_of_backward(lambda: at_end_of_backward(self._return_dropped))
         return queue.take(tensors, bucket.buffer(), bucket.is_last(), self._averager.average)
+
+    @property
+    def joining(self) -> bool:
+        """Whether training is inside DDP's `join()`."""
+        ddp = self._ddp()
+        return ddp is not None and is_joining(ddp)
+
+    def _begin_joined_backward(self, sync: Sync) -> None:
+        """Prepare a backward inside DDP's `join()`, or the first after it.
+
+        A worker that has run out of data calls the hook with zeros, outside of any backward, once for each step of the
+        others: it counts these steps. DDP itself broadcasts buffers meanwhile, from a worker that has data.
+        """
+        headers, ddp = self._step_headers, self._ddp()
+        assert ddp is not None and self._hook is not None
+        if self._shadowed:
+            self._averager.check.forget()
+            headers.begin_step(headers.plan, headers.step + 1, among_all=sync.level is None)
+            self._averager.begin_step(sync, headers.plan.codec_of(sync, headers.step))
+            self._averager.levels.world.ledger.step = headers.step
+        self._joined = self._averager.check.alone = self.joining
+        self._shadowed = self._joined and backward_id() < 0
+        ddp.broadcast_buffers = self._joined and self._hook.broadcasts_buffers
 
     def _record_bitmap(self, parameters: int, last: bool) -> None:
         """Record what DDP sends itself in such a backward: for each parameter, whether it was used, as an int32."""
@@ -190,6 +227,12 @@ class DDPPath:
 
     def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
         """Return the headers that were exchanged beside the gradients. DDP's backward has waited for these."""
+        if self.joining and self._step_headers.plan.local:
+            raise RuntimeError(
+                f"{self._step_headers.plan!r} inside DDP's join(): a worker that has run out of data takes no part in "
+                "averaging weights, and the others would wait for it. Give all workers as many batches, or use a plan "
+                "that averages gradients in every step, such as ddp() or power_sgd(rank=4)."
+            )
         headers, self._headers = self._headers, None
         if self._sync is not None:
             self._check_parameters()
@@ -213,7 +256,7 @@ class DDPPath:
     def after_optimizer(self) -> None:
         """Give all workers the first worker's buffers, if DDP would do so before the next forward."""
         assert self._hook is not None
-        if self._hook.broadcasts_buffers:
+        if self._hook.broadcasts_buffers and not self.joining:
             self._buffer_sync.sync(self._averager.levels.world, self._step_headers.step)
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -235,6 +278,13 @@ class DDPPath:
         """Let DDP average gradients itself again, unless another session has taken its hook."""
         if self._hook is not None and self._hook.take == self._take:
             self._hook.stop()
+
+
+def check_dense(ddp: DistributedDataParallel) -> None:
+    """Refuse embeddings with sparse gradients."""
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(SPARSE.format(f"{type(module).__name__} {name!r}"))
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:

@@ -54,6 +54,7 @@ class ShardedPath:
     """Averages the gradients of FSDP's parameter groups between replicas."""
 
     in_backward = True
+    joining = False
 
     def __init__(self, units: Sequence[Unit], averager: GradientAverager, headers: StepHeaders) -> None:
         self._units = list(units)

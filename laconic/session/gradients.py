@@ -32,6 +32,11 @@ class GradientPath(Protocol):
         """Whether gradients are averaged inside backward, and so also in a closure of `optimizer.step`."""
         ...
 
+    @property
+    def joining(self) -> bool:
+        """Whether some workers may have run out of data, so that only gradients can be averaged: DDP's `join()`."""
+        ...
+
     def check_plan(self, plan: Plan) -> None:
         """Refuse a plan that this kind of model cannot follow."""
         ...

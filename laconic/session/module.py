@@ -27,6 +27,7 @@ class ModulePath:
     """
 
     in_backward = False
+    joining = False
 
     def __init__(
         self, model: nn.Module, averager: GradientAverager, headers: StepHeaders, scaled: Sequence[ScaledSteps]

@@ -118,6 +118,7 @@ class Steps:
     def before(self, optimizer: ScaledSteps, step_follows: bool = True) -> None:
         """Average and check gradients with the other workers, also where this worker then takes no step."""
         self.levels.raise_if_broken()
+        self.step = self.headers.step - 1  # which has counted on, where this worker had run out of data (DDP's join)
         if self.at_first_step is not None:
             self.at_first_step(self.levels)
             self.at_first_step = None
@@ -197,7 +198,8 @@ class Steps:
                     self._compare_weights(local=True)
         if self._gradient is not None and self._gradient.level is None:
             self.path.after_optimizer()
-            self._compare_weights(local=False)
+            if not self.path.joining:
+                self._compare_weights(local=False)
         self.prepare()
 
     def _compare_weights(self, local: bool) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 
 def ordered_by_stream(group: ProcessGroup, device: torch.device | None = None) -> bool:
@@ -59,6 +61,10 @@ def destroy_group(group: ProcessGroup) -> None:
     """Destroy a group that no collective runs in, unless it is gone already."""
     if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)
+
+
+is_joining: Callable[[DistributedDataParallel], bool] = attrgetter("_join_config.enable")
+"""Return whether training is inside the model's `join()`, where workers may run out of data before the others."""
 
 
 def default_store() -> Store:
