@@ -96,6 +96,11 @@ def return_to_residual(state: State, delivered: Mapping[str, Tensor], ok: Tensor
             old.copy_(new if ok is None else torch.where(ok, new, old))
 
 
+def has_residuals(state: State) -> bool:
+    """Return whether an `ErrorFeedback` keeps residuals in the state of a codec."""
+    return any(_residuals(state))
+
+
 def rescale_residuals(state: State, factor: float | Tensor) -> None:
     """Multiply all residuals by `factor`, in place, as when the loss scale changes.
 

@@ -6,8 +6,9 @@ group, or those of groups that the user has already, from a DeviceMesh or as pro
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -20,6 +21,7 @@ from laconic.comm.timeout import check_timeout_s
 from laconic.ledger import Ledger
 from laconic.plans.schedules import Level
 from laconic.torch_private.distributed import destroy_group, new_group
+from laconic.values import is_number
 
 Given: TypeAlias = DeviceMesh | Sequence[dist.ProcessGroup]
 
@@ -113,6 +115,23 @@ class Levels:
         self._made = []
         for queue in dict.fromkeys(self._queues.values()):
             queue.abandon()
+
+    def away(self, limit_s: float) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the other workers wait for this one for up to `limit_s` more."""
+        if not is_number(limit_s) or limit_s <= 0:
+            raise ValueError(
+                f"away(limit_s={limit_s!r}): it must be a number of seconds above 0, such as 600: how long this worker "
+                "is away at most. After it, the others take it for lost."
+            )
+        return self._away(limit_s)
+
+    @contextlib.contextmanager
+    def _away(self, limit_s: float) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for queue in dict.fromkeys(self._queues.values()):
+                if queue.timeout is not None:
+                    stack.enter_context(queue.timeout.away(limit_s))
+            yield
 
     def raise_if_broken(self) -> None:
         """Raise the error that broke a collective in backward: DDP's C++ would not pass it on."""

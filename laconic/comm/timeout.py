@@ -7,6 +7,9 @@ an alarm, a worker gives up after a limit taken from earlier collectives. Then a
 into the store, and the error names those that do not. As long as no wait takes longer than a slice, the store is
 not used.
 
+A worker that is away on purpose says so in the store, and for how long at most. The others look for it where they would
+give up, and wait on until it is back or that time has passed.
+
 The client of a TCP store waits for ever for a host that is disconnected from it. So a thread calls the store, and the
 caller waits for it a few seconds at most.
 """
@@ -18,7 +21,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Protocol
@@ -89,25 +92,59 @@ class CollectiveTimeout:
         """End the wait in progress, and every later one, after its slice: the result is not needed any more."""
         self._cancelled = True
 
+    @contextlib.contextmanager
+    def away(self, limit_s: float) -> Iterator[None]:
+        """Tell the other workers that this one is away on purpose, for at most `limit_s`."""
+        self._say_away(limit_s)
+        try:
+            yield
+        finally:
+            self._say_away(0)
+
+    def _say_away(self, limit_s: float) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is lost: the others will not wait for this worker
+            self._call_store("set", f"away/{self._me}", str(limit_s))
+            self._call_store("set", "away", "")
+
+    def _away(self) -> dict[int, float]:
+        """Return the workers that are away now, and for how long at most."""
+        found: dict[int, float] = {}
+        with contextlib.suppress(RuntimeError):
+            if self._call_store("check", ["away"]):
+                for worker in range(self._workers):
+                    if self._call_store("check", [f"away/{worker}"]):
+                        found[worker] = float(self._call_store("get", f"away/{worker}"))
+        return {worker: limit_s for worker, limit_s in found.items() if limit_s}
+
     def wait(self, work: Work, what: str) -> None:
         """Wait for a collective; `what` describes it in errors."""
-        start = time.monotonic()
+        start = since = time.monotonic()
+        away_since: float | None = None
         while True:
             try:
                 if ended(work):
-                    self._measured.append(time.monotonic() - start)
+                    if since == start:  # else it took so long because a worker was away
+                        self._measured.append(time.monotonic() - start)
                     return
             except RuntimeError as error:
                 self._set_alarm(what)
                 raise self._lost(what, f"the connection broke ({_first_line(error)})") from error
-            waited = time.monotonic() - start
             if self._cancelled:
                 raise LostWorkerError(f"{what} was abandoned.", [])
             if (alarm := self._alarm()) is not None:
                 raise self._lost(what, alarm)
-            if waited > self.limit_s:
-                self._set_alarm(what)
-                raise self._lost(what, f"no result for {waited:.1f} s, and the limit is {self.limit_s:.1f} s")
+            now = time.monotonic()
+            if now - since <= self.limit_s:
+                continue
+            away = self._away()
+            away_since = now if away_since is None else away_since
+            if away and now - away_since <= max(away.values()):
+                continue
+            if not away and now > away_since:  # it is back, and has as long as any other worker
+                since, away_since = now, None
+                continue
+            self._set_alarm(what)
+            raise self._lost(what, f"no result for {now - start:.1f} s, and the limit is {self.limit_s:.1f} s")
 
     def _alarm(self) -> str | None:
         with contextlib.suppress(RuntimeError):  # the store is lost: then the limit decides
@@ -136,14 +173,18 @@ class CollectiveTimeout:
         )
 
     def _missing(self) -> list[int] | None:
-        """Register this worker as responding, wait a little for the others, and list those that have not done so."""
+        """Register this worker as responding, wait a little for the others, and list those that have not done so.
+
+        A worker that is away on purpose cannot respond: it is listed only where all others do.
+        """
         try:
             self._call_store("set", f"here/{self._me}", "")
             until = time.monotonic() + RESPONSE_S
             while True:
                 missing = [w for w in range(self._workers) if not self._call_store("check", [f"here/{w}"])]
                 if not missing or time.monotonic() > until:
-                    return missing
+                    away = self._away()
+                    return [w for w in missing if w not in away] or missing
                 time.sleep(0.05)
         except RuntimeError:
             return None

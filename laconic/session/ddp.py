@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.checks.agreement import Facts
 from laconic.checks.headers import Headers, PendingHeaders
 from laconic.codecs import Codec
+from laconic.codecs.feedback import has_residuals, return_to_residual
+from laconic.comm.requests import all_finite
 from laconic.comm.running import resolved
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Level, Sync
@@ -24,7 +26,9 @@ from laconic.session.bucket_queue import BucketQueue, BucketViews
 from laconic.session.buffers import BufferSync
 from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager
+from laconic.session.model_state import local_of
 from laconic.session.stop import StepHeaders
+from laconic.torch_private.autograd import at_end_of_backward, backward_id
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -112,10 +116,12 @@ class DDPPath:
         self._sync: Sync | None = None
         self._headers: PendingHeaders | None = None
         self._buffer_sync = BufferSync(self._buffers)
-        self._sends_bitmap = ddp.find_unused_parameters and not ddp.static_graph and averager.levels.workers > 1
+        self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph and averager.levels.workers > 1
         self._bitmap_bytes = 0
         self._checked: Facts | None = None
         """The parameters that DDP was found to average."""
+        self._sent: dict[str, Tensor] = {}
+        """The buckets of this backward by name, where DDP may drop some of their means."""
 
     def check_plan(self, plan: Plan) -> None:
         """Accept every plan."""
@@ -141,8 +147,12 @@ class DDPPath:
             self._headers = PendingHeaders(self._averager.levels.world, self._step_headers.stop_header())
         queue = self._queues.get(self._sync.level) or self._queue(self._sync.level)
         tensors = self._views.tensors(bucket)
-        if self._sends_bitmap:
+        if self._finds_unused:
             self._record_bitmap(len(tensors), bucket.is_last())
+            self._sent |= tensors
+            if bucket.is_last() and backward_id() >= 0:
+                # Twice, to come after DDP's own callback, which is queued after this bucket.
+                at_end_of_backward(lambda: at_end_of_backward(self._return_dropped))
         return queue.take(tensors, bucket.buffer(), bucket.is_last(), self._averager.average)
 
     def _record_bitmap(self, parameters: int, last: bool) -> None:
@@ -152,6 +162,24 @@ class DDPPath:
             world = self._averager.levels.world
             world.ledger.record("all_reduce", self._bitmap_bytes, world.workers, phase="control")
             self._bitmap_bytes = 0
+
+    def _return_dropped(self) -> None:
+        """Return means that DDP has dropped, of parameters that no worker used, to where error feedback took them from.
+
+        DDP has copied the others to their parameters just now, before anything could clip or unscale them.
+        """
+        sent, self._sent = self._sent, {}
+        state, params = self._averager.model_state.state["gradient"], self._averager.model_state.originals
+        if self._averager.levels.world.broken is not None or not has_residuals(state):
+            return
+        finite = all_finite(sent)
+        for name, mean in sent.items():
+            grad = params[name].grad
+            if grad is None:
+                return_to_residual(state, {name: mean}, finite)
+            elif grad.data_ptr() != mean.data_ptr():
+                differs = (local_of(grad) != mean.to(grad.dtype)).any()
+                return_to_residual(state, {name: mean}, finite & differs)
 
     def _queue(self, level: Level) -> BucketQueue:
         return self._queues.setdefault(level, BucketQueue(self._averager.levels[level], quiet=True))

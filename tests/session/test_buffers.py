@@ -31,9 +31,9 @@ class Normed(nn.Module):
         self.seen: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        self.phase += x.mean() * (1 + 2j)
-        self.ema = self.ema + x.sum()  # rebound in each forward
-        self.seen[int(x.sum().abs()) % 5 if x.sum().isfinite() else 0] = True
+        self.get_buffer("phase").add_(x.mean() * (1 + 2j))
+        self.ema = self.get_buffer("ema") + x.sum()  # rebound in each forward
+        self.get_buffer("seen")[int(x.sum().abs()) % 5 if x.sum().isfinite() else 0] = True
         result: Tensor = self.body(self.norm(x))
         return result
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
+from tests.laws.world import residuals
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import WorkerError, run_workers
 
@@ -171,6 +172,42 @@ def test_parameters_unused_on_some_workers(text, wrapped):
     assert_equal_bits([result for result, _ in results])
     assert all(result.isfinite().all() for result, _ in results)
     assert all(untouched for _, untouched in results), "a parameter that nobody used was moved"
+
+
+def _with_feedback(worker: int, set_to_none: bool, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Train with weights that do not move; return what was delivered, what is kept, and the true gradients, summed."""
+    module, alone = Branches(), Branches()
+    ddp = DDP(module, find_unused_parameters=True, bucket_cap_mb=0.005, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    session = laconic.attach(laconic.power_sgd(rank=1, min_compression=0), ddp, optimizer)
+    names = [name for name, p in module.named_parameters() if p.dim() == 2]
+    delivered, true = ({name: torch.zeros_like(module.get_parameter(name)) for name in names} for _ in range(2))
+    for step in range(20):
+        left = step % 7 < 3 or (step % 7 == 3 and worker == 0)  # on all workers, on none, on one
+        x, y = batch(worker, step)
+        F.cross_entropy(ddp(x, left), y).backward()
+        for name in names:
+            p = module.get_parameter(name)
+            delivered[name] += 0 if p.grad is None else p.grad
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)  # after it, no gradient is that of its bucket
+        optimizer.step()
+        optimizer.zero_grad(set_to_none)
+        F.cross_entropy(alone(x, left), y).backward()
+    for name in names:
+        grad = alone.get_parameter(name).grad
+        true[name] += 0 if grad is None else grad
+    kept = residuals(session.state_dict()["state"]["gradient"])
+    flat = [torch.cat([each[name].reshape(-1) for name in names]) for each in (delivered, kept, true)]
+    return flat[0], flat[1], flat[2]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_error_feedback_keeps_what_ddp_drops(set_to_none, options):
+    results = run_workers(_with_feedback, 2, (set_to_none, options))
+    delivered, kept, true = (torch.stack(each).double().mean(0) for each in zip(*results, strict=True))
+    torch.testing.assert_close(delivered + kept, true, rtol=1e-4, atol=1e-4 * float(true.norm()))
+    assert kept.norm() > 0
 
 
 def _bitmap(worker: int, find_unused: bool) -> tuple[list[int], int]:
