@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from laconic.checks.agreement import agree
 from laconic.checks.divergence import DivergenceCheck
 from laconic.checks.finite import NonFinite, check_policy
 from laconic.ledger import Ledger
@@ -190,11 +189,6 @@ class Session:
         Weights that local steps have made different are averaged first, and so are the optimizers' moments if the new
         plan averages gradients; residuals of the old codec are dropped.
         """
-        if not isinstance(plan, Plan):
-            raise TypeError(f"change({plan!r}): a Plan is needed, such as laconic.power_sgd(rank=4).")
-        self._steps.path.check_plan(plan)
-        agree(self._steps.levels.world, "the plan to go on with", {"step": self.step, "plan": repr(plan)})
-        plan.check_fragments(len(self._averager.model_state.originals))
         self._steps.change(plan)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -208,12 +202,6 @@ class Session:
         All workers of the new group call it after the same step. Collectives in flight in the old group are left
         behind; this worker's residuals, its anchor and its step stay as they are.
         """
-        if not self.can_regroup:
-            raise RuntimeError(
-                "regroup: a DDP or sharded model cannot leave its process group. Attach to a bare module, which "
-                "averages gradients at the optimizer's step."
-            )
-        self.abandon()
         self._steps.regroup(group)
 
     def abandon(self) -> None:

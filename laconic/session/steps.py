@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from laconic.checks.agreement import agree
 from laconic.checks.divergence import DivergenceCheck
 from laconic.checks.headers import Headers
 from laconic.comm.groups import Levels
@@ -213,6 +214,11 @@ class Steps:
 
     def change(self, plan: Plan) -> None:
         """Go on with another plan. Residuals of the old codec are dropped."""
+        if not isinstance(plan, Plan):
+            raise TypeError(f"change({plan!r}): a Plan is needed, such as laconic.power_sgd(rank=4).")
+        self.path.check_plan(plan)
+        agree(self.levels.world, "the plan to go on with", {"step": self.step, "plan": repr(plan)})
+        plan.check_fragments(len(self._model_state.originals))
         self.levels.prepare(plan.levels)
         clock = SyncClock(since=max(self.step, plan.schedule.start - 1))
         # Equal gradients move weights alike only if the optimizers' moments are equal, too.
@@ -224,6 +230,12 @@ class Steps:
 
     def regroup(self, group: dist.ProcessGroup) -> None:
         """Go on with the workers of another group."""
+        if self.path.in_backward:
+            raise RuntimeError(
+                "regroup: a DDP or sharded model cannot leave its process group. Attach to a bare module, which "
+                "averages gradients at the optimizer's step."
+            )
+        self.levels.abandon()
         levels = self.levels.regrouped(self.plan.levels, group)
         self.levels = self.weights.levels = self._averager.levels = levels
         self._averager.check.forget()  # of a step that failed half-way
