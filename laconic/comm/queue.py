@@ -31,7 +31,7 @@ from torch.futures import Future
 from laconic.comm.collectives import Group, launch
 from laconic.comm.requests import Averaged, Decide, Exchange, gather
 from laconic.comm.running import Batch, OwnStream, Running, decide, new_future, resolved, wait_for
-from laconic.comm.thread import Flush, Items, end_thread, leave_thread, start_thread
+from laconic.comm.thread import EndThread, Flush, Items, end_thread, leave_thread
 from laconic.comm.timeout import CollectiveTimeout
 from laconic.ledger import Ledger
 from laconic.torch_private.distributed import destroy_group, ordered_by_stream, second_group
@@ -183,7 +183,9 @@ class CollectiveQueue:
         self.close()
 
     def _start_thread(self) -> None:
-        self._thread = start_thread(self, self._items)
+        self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), self._items), daemon=True)
+        self._thread.name = f"laconic-collectives-{self.level}"
+        self._thread.start()
         # Also at the interpreter's exit, for loops that never detach: a thread that outlives it aborts the process.
         self._stop = weakref.finalize(self, leave_thread, self._items, self._thread, self.timeout)
 
@@ -197,8 +199,7 @@ class CollectiveQueue:
             self._active.clear()
             raise
 
-    def serve(self, item: Running | Flush) -> None:
-        """Take the next item, in the thread."""
+    def _serve_item(self, item: Running | Flush) -> None:
         if isinstance(item, Flush):
             self._finish(item.void)
         elif self.broken is not None:
@@ -282,3 +283,20 @@ class CollectiveQueue:
     def _record(self, running: Running) -> None:
         assert self.group is not None
         running.record(self.ledger, self.group.rank(), self.workers, self.level)
+
+
+def _serve(collectives: weakref.ref[CollectiveQueue], items: Items) -> None:
+    """Serve the queue. It holds no reference while it waits, so that an unused queue can be collected."""
+    with torch.no_grad():
+        while True:
+            try:
+                item = items.get(timeout=5)
+            except queue.Empty:
+                if collectives() is None:
+                    return
+                continue
+            serving = collectives()
+            if isinstance(item, EndThread) or serving is None:
+                return
+            serving._serve_item(item)
+            del serving, item

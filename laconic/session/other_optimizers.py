@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from laconic.session.model_state import ModelState
 from laconic.torch_private.optimizers import running_steps
+
+# One pair of global hooks for all sessions: torch iterates over them, so garbage collection must not remove any.
+_hooks: list[RemovableHandle] = []
 
 
 class OtherOptimizers:
@@ -35,28 +38,30 @@ class OtherOptimizers:
         """Optimizers that hold none of the model's parameters: how many they hold, and the names that were known."""
 
     def install(self) -> OtherOptimizers:
-        """Install the hooks."""
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
-        model_state = self._model_state()
-        assert model_state is not None
-        weakref.finalize(model_state, self.remove).atexit = False
+        """Watch the steps of all optimizers."""
+        _watching.add(self)
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_before_any_step))
+            _hooks.append(register_optimizer_step_post_hook(_after_any_step))
         return self
 
     def remove(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+        """Stop watching."""
+        _watching.discard(self)
+        if not _watching:
+            for hook in _hooks:
+                hook.remove()
+            _hooks.clear()
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, optimizer: Optimizer) -> None:
+        """Note that a step begins."""
         if optimizer in self._given:
             self._given_steps += 1
         elif self._held_by(optimizer):
             self._begun[optimizer] = self._given_steps
 
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def after(self, optimizer: Optimizer) -> None:
+        """Raise if the step was not one of ours."""
         held = {} if optimizer in self._given else self._held_by(optimizer)
         names = [name for name, p in held.items() if p.grad is not None]
         if not names or self._is_wrapper(optimizer) or any(each in self._given for each in running_steps()):
@@ -90,3 +95,16 @@ class OtherOptimizers:
         if not held:
             self._strangers[optimizer] = (count, names)
         return held
+
+
+_watching: weakref.WeakSet[OtherOptimizers] = weakref.WeakSet()
+
+
+def _before_any_step(optimizer: Optimizer, *_: object) -> None:
+    for each in list(_watching):
+        each.before(optimizer)
+
+
+def _after_any_step(optimizer: Optimizer, *_: object) -> None:
+    for each in list(_watching):
+        each.after(optimizer)
