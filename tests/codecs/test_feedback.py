@@ -41,6 +41,35 @@ def test_residuals_are_fp32(dtype: torch.dtype) -> None:
     assert {r.dtype for r in residuals(world.states[0]).values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("codec", [LowRank(rank=1), LowRank(rank=2, rounds="alternating"), Cast("bf16")], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_rounding_and_the_range_of_half_precision_take_is_sent_later(codec: Codec, dtype: torch.dtype) -> None:
+    world = World(ErrorFeedback(codec), 2)
+    truth = delivered = torch.zeros(24, 24, dtype=torch.float64)
+    largest = 0.0
+    for step in range(8):
+        inputs = [tensors((step, worker), names=["square.weight"]) for worker in range(2)]
+        given = [{"w": (2e4 * each["square.weight"]).clamp(-6e4, 6e4).to(dtype)} for each in inputs]
+        truth = truth + sum(each["w"].double() for each in given) / 2
+        for each in world.average(given):
+            mean = each.mean["w"]
+            assert bool(each.finite()) and mean.isfinite().all() and mean.dtype == dtype
+        delivered = delivered + mean.double()
+        largest = max(largest, float(mean.abs().max()))
+    residual = sum(residuals(state)["w"].double() for state in world.states) / 2
+    limit = 1e-5 if isinstance(codec, LowRank) else 1e-2  # the messages of Cast are bf16 themselves
+    assert (delivered + residual - truth).abs().max() <= limit * truth.abs().max()
+    assert largest == 65504 or (dtype, codec) != (torch.float16, LowRank(rank=1)), "fp16 must overflow here"
+
+
+@pytest.mark.parametrize("codec", [ErrorFeedback(LowRank(rank=1)), LowRank(rank=1)], ids=repr)
+def test_inf_stays_inf_in_half_precision(codec: Codec) -> None:
+    given = {"w": torch.ones(24, 24, dtype=torch.float16)}
+    given["w"][3, 4] = torch.inf
+    (end,) = lockstep([codec.average(given, {})])
+    assert not bool(end.finite()) and not end.mean["w"].isfinite().all()
+
+
 NESTED = ByShape(ErrorFeedback(LowRank(rank=1)), rest=ErrorFeedback(Cast("bf16")))
 
 

@@ -99,6 +99,7 @@ import torch
 from laconic.codecs import ByShape, ErrorFeedback, LowRank
 from laconic.codecs.low_rank_state import Factors
 from laconic.comm.lockstep import lockstep
+from laconic.comm.requests import Mean
 from laconic.kernels.cuda.collect import Collection
 from laconic.kernels.cuda.fused import bind
 
@@ -126,6 +127,33 @@ for rounds in ("two", "alternating"):
             assert (end.mean[name] - expected[name]).norm() <= limit, (rounds, step, name)
             assert (residual[name] - plain["codec"]["residual"][name]).norm() <= limit, (rounds, step, name)
         assert bool(end.finite()) and all(torch.equal(end.mean[name], expected[name]) for name in vectors)
+
+    for dtype in (torch.float16, torch.bfloat16):  # what the gradient's dtype cannot hold goes into the residual
+        given, factors = {"a": torch.full((70, 92), 6e4, dtype=dtype)}, Factors({})
+        given["a"][::2] *= 0.3
+        residual = {"a": torch.full((70, 92), 3e4)}
+        truth = given["a"].float() + residual["a"]
+        end = lockstep([bind(codec, given, {}, given, residual, factors).exchange()])[0]
+        assert bool(end.finite()) and given["a"].isfinite().all() and given["a"].dtype == dtype
+        assert (given["a"].float() + residual["a"] - truth).abs().max() <= 1e-5 * truth.abs().max(), (rounds, dtype)
+        assert given["a"].max() == 65504 or (rounds, dtype) != ("two", torch.float16)
+
+    for verdict in (False, True):  # of all exchanges of the step
+        given, residual, factors = {"a": torch.randn(70, 92)}, {}, Factors({})
+        for step in range(3):
+            exchange = bind(codec, given, {}, given, residual, factors).exchange()
+            before = [t.clone() for t in (residual["a"], factors.p["a"], factors.q["a"])]
+            request = next(exchange)
+            while isinstance(request, Mean):
+                request = exchange.send(request.x)
+            try:
+                exchange.send(torch.tensor(verdict or step == 0))
+            except StopIteration as stop:
+                assert bool(stop.value.finite()) == (verdict or step == 0)
+            after = (residual["a"], factors.p["a"], factors.q["a"])
+            same = [torch.equal(a, b) for a, b in zip(after, before)]
+            assert all(same) if not verdict and step else not same[0], (rounds, verdict, step, same)
+            assert given["a"].isfinite().all()  # its own messages were finite
 
 small = {name: torch.randn(size) for name, size in (("a", 3), ("b", 1025), ("c", 1))}
 collection = Collection(small)
