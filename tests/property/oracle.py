@@ -37,6 +37,8 @@ class Oracle:
     number: int = 0
     since: int = 0
     lr: float = 0.0
+    unrecorded_bytes: float = 0.0
+    """What `attach` sent and did not record, where that is open."""
     averaged_steps: int = 0
     """Steps since `attach` in which gradients were averaged."""
     anchor: Gradients | None = None
@@ -66,8 +68,23 @@ class Oracle:
         return {name: p for name, p in self.nets[worker].named_parameters() if p.requires_grad}
 
     def _set_anchor(self) -> None:
-        if self.known.anchored and self.anchor is None and self.number + 1 >= self.known.start:
-            self.anchor = {name: p.detach().clone() for name, p in self.trained().items()}
+        """Keep what deltas start from, also of parameters that are trained only from now on."""
+        if self.known.anchored and self.number + 1 >= self.known.start:
+            self.anchor = {name: p.detach().clone() for name, p in self.trained().items()} | (self.anchor or {})
+
+    def train(self, name: str, trained: bool) -> None:
+        """Freeze a module, or unfreeze it."""
+        for net in self.nets:
+            net.get_submodule(name).requires_grad_(trained)
+        self._set_anchor()
+
+    def add(self) -> None:
+        """Add a layer, and its parameters to the optimizer."""
+        for net, optimizer in zip(self.nets, self.optimizers, strict=True):
+            net.add(self.setup.seed)
+            assert net.added is not None
+            optimizer.add_param_group({"params": list(net.added.parameters())})
+        self._set_anchor()
 
     def step(self, options: StepOptions, reports: Sequence[Report]) -> list[Gradients | None]:
         """Take one step; return the gradients that each worker's optimizer should have seen, None where it skips."""
@@ -145,7 +162,8 @@ class Oracle:
             clip(own.values(), limit)
         for name, p in self.nets[worker].named_parameters():
             p.grad = own.get(name)
-        optimizer.param_groups[0]["lr"] = learning_rate(self.number - 1, self.setup.scheduled)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(self.number - 1, self.setup.scheduled)
         optimizer.step()
 
     def _settle(self, number: int) -> None:
