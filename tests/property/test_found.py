@@ -12,8 +12,8 @@ from tests.property.programs import Nan, Setup, StepOptions
 
 Program = Callable[[Training], object]
 
-BATCH_NORM, BRANCH, FROZEN = (frozenset({name}) for name in ("batch_norm", "branch", "frozen"))
-NAN = StepOptions(nan=Nan(1))
+BATCH_NORM, BF16, BRANCH, FROZEN = (frozenset({name}) for name in ("batch_norm", "bf16", "branch", "frozen"))
+NAN, NAN_IN_SCALE = StepOptions(nan=Nan(1)), StepOptions(nan=Nan(1, "scale"))
 UNUSED = StepOptions(branch=(False,) * 4)
 HALF_USED = StepOptions(branch=(True, False, True, False))
 
@@ -34,12 +34,20 @@ def _poison(worker: int) -> Program:
     return lambda training: training.poison(worker=worker, name="scale")
 
 
+def _train(name: str, trained: bool) -> Program:
+    return lambda training: training.train(name=name, trained=trained)
+
+
+def _poison_buffer(training: Training) -> None:
+    training.poison_buffer(worker=1)
+
+
 FOUND: list[tuple[str, Setup, list[Program]]] = [
     ("initial_broadcast", Setup(), [_steps(1)]),
     ("rebind", Setup("post_local"), [Training.rebind, _steps(2)]),
     ("", Setup("ddp"), [Training.rebind, _steps(2)]),
-    ("unfreeze", Setup("ddp", features=FROZEN), [lambda t: t.train(name="first", trained=True), _steps(2)]),
-    ("unfreeze freeze_local", Setup("diloco", features=FROZEN), [lambda t: t.train(name="first", trained=True), _steps(2)]),
+    ("unfreeze", Setup("ddp", features=FROZEN), [_train("first", True), _steps(2)]),
+    ("unfreeze freeze_local", Setup("diloco", features=FROZEN), [_train("first", True), _steps(2)]),
     ("add", Setup("ddp"), [Training.add, _steps(2)]),
     ("add", Setup("post_local"), [Training.add, _steps(2)]),
     ("load", Setup("diloco"), [lambda t: t.load(factor=0.5), _steps(2)]),
@@ -47,24 +55,28 @@ FOUND: list[tuple[str, Setup, list[Program]]] = [
     ("reversed", Setup("post_local", split=True, reversed=True), [_steps(2)]),
     ("nan_average_weights", Setup("every"), [_steps(1), _poison(1), Training.average_weights]),
     ("nan_average_weights", Setup("every"), [_steps(1), _poison(1), _change("diloco")]),
-    ("nan_buffers", Setup("post_local", features=BATCH_NORM), [_steps(1), lambda t: t.poison_buffer(worker=1), _steps(1)]),
+    ("nan_buffers", Setup("post_local", features=BATCH_NORM), [_steps(1), _poison_buffer, _steps(1)]),
     ("nan_buffers_kept", Setup("post_local_leader", features=BATCH_NORM), [_steps(1), _poison(0), _steps(1)]),
     ("nan_buffers_kept", Setup("post_local_keep", features=BATCH_NORM), [_steps(1), _poison(1), _steps(1)]),
     ("nan_moments", Setup("post_local_average"), [_step(NAN), _steps(3)]),
     ("nan_streaming", Setup("streaming_delay"), [_step(NAN), _steps(6), Training.recovered]),
     ("nan_streaming", Setup("streaming_fragments"), [_step(NAN), _steps(8), Training.recovered]),
-    ("nan_parameter_feedback", Setup("power_sgd_two", wrap="ddp"), [_steps(2), _step(StepOptions(nan=Nan(1, "scale"))), _steps(1)]),
-    ("nan_parameter_feedback", Setup("power_sgd_two", features=frozenset({"bf16"})), [_steps(2), _step(StepOptions(nan=Nan(1, "scale"))), _steps(1)]),
+    ("nan_parameter_feedback", Setup("power_sgd_two", wrap="ddp"), [_steps(2), _step(NAN_IN_SCALE), _steps(1)]),
+    ("nan_parameter_feedback", Setup("power_sgd_two", features=BF16), [_steps(2), _step(NAN_IN_SCALE), _steps(1)]),
     ("unused_feedback", Setup("feedback_quantized", features=BRANCH), [_steps(2), _step(UNUSED), _steps(1)]),
     ("unused_feedback", Setup("power_sgd_two", wrap="ddp", features=BRANCH), [_steps(2), _step(UNUSED), _steps(1)]),
-    ("unused_feedback", Setup("power_sgd_two"), [_steps(2), lambda t: t.train(name="mid", trained=False), _steps(1)]),
+    ("unused_feedback", Setup("power_sgd_two"), [_steps(2), _train("mid", False), _steps(1)]),
     ("amp_feedback", Setup("power_sgd_two", wrap="ddp", amp=True), [_steps(4)]),
     ("amp_clip_nan", Setup("ddp", amp=True), [_steps(1), _step(StepOptions(clip=0.5, nan=Nan(1)))]),
     ("amp_split", Setup("power_sgd_two", amp=True, split=True), [_steps(4)]),
     ("amp_scales", Setup("post_local", wrap="ddp", amp=True), [_step(NAN), _change("diloco_groups"), _steps(1)]),
     ("change_moments", Setup("post_local"), [_steps(2), _change("ddp"), _steps(1)]),
-    ("change_unused", Setup("post_local", wrap="ddp", features=BRANCH), [_steps(2), _change("diloco_groups"), _step(HALF_USED)]),
-    ("freeze_local", Setup("diloco"), [_steps(2), lambda t: t.train(name="down", trained=False), _steps(2)]),
+    (
+        "change_unused",
+        Setup("post_local", wrap="ddp", features=BRANCH),
+        [_steps(2), _change("diloco_groups"), _step(HALF_USED)],
+    ),
+    ("freeze_local", Setup("diloco"), [_steps(2), _train("down", False), _steps(2)]),
     ("", Setup("power_sgd_two", features=frozenset({"fp16"})), [_steps(8)]),
     ("complex", Setup("ddp", features=frozenset({"complex"})), [_steps(1)]),
     ("complex", Setup("diloco", features=frozenset({"complex"})), [_steps(2)]),

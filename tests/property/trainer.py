@@ -221,6 +221,7 @@ class Trainer:
 
     def refused(self, kind: str) -> str:
         """Attach what cannot be right to another model; return the error's class. The optimizer must work after it."""
+        counted = self.wire.sent, self.wire.collectives
         net = Net(frozenset(), seed=0)
         optimizer = optimizer_of("sgd", net.parameters())
         plan = laconic.power_sgd(rank=1 + (self.worker == 0))
@@ -235,6 +236,7 @@ class Trainer:
             error = type(raised).__name__
         loss_of(net, 0, self.worker, 0, 0, False, torch.float32).backward()
         optimizer.step()
+        self.wire.sent, self.wire.collectives = counted  # another session's
         return error
 
     def report(self) -> Report:
