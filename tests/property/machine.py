@@ -54,7 +54,12 @@ class Training(RuleBasedStateMachine):
         self.oracle = Oracle(setup)
         self.scales_differ = self.local_steps = False
         self.added, self.trained_at_first = False, len(self.oracle.trained())
-        self._checked(self._call("attach", setup=setup))
+        self._attached(self._call("attach", setup=setup))
+
+    def _attached(self, reports: list[Report]) -> None:
+        if "initial_broadcast" in OPEN:
+            self.oracle.unrecorded_bytes = reports[0].wire_bytes - reports[0].ledger_bytes
+        self._checked(reports)
 
     def _call(self, operation: str, **arguments: Any) -> list[Any]:
         pool = self.pools.setdefault(self.setup.workers, Pool(self.setup.workers))
@@ -76,6 +81,10 @@ class Training(RuleBasedStateMachine):
 
     def _local(self) -> bool:
         return self.oracle.known.local and self.oracle.number + 1 >= self.oracle.known.start
+
+    def recovered(self) -> None:
+        """Check that no worker holds NaN any more."""
+        assert self._sound(), "NaN stays on a worker, though all have synchronised"
 
     def _apart(self) -> bool:
         """Whether local steps have made the workers' weights different since the last round."""
@@ -131,7 +140,7 @@ class Training(RuleBasedStateMachine):
         if "qsr_resume" in OPEN and self.oracle.known.growth:
             return
         self.oracle.averaged_steps = 0
-        self._checked(self._call("resume"))
+        self._attached(self._call("resume"))
 
     @rule()
     def average_weights(self) -> None:
@@ -186,25 +195,23 @@ class Training(RuleBasedStateMachine):
         known = self.oracle.known
         if ("freeze_local" in OPEN and known.local) or ("unused_feedback" in OPEN and known.lossy):
             return
-        for net in self.oracle.nets:
-            net.get_submodule(name).requires_grad_(trained)
+        self.oracle.train(name, trained)
         self._checked(self._call("train", name=name, trained=trained))
 
     @precondition(lambda self: "add" not in OPEN and self.setup.wrap == "bare" and not self.added)
     @rule()
     def add(self) -> None:
         """Add a layer, and its parameters to an optimizer."""
-        for net, optimizer in zip(self.oracle.nets, self.oracle.optimizers, strict=True):
-            net.add(self.setup.seed)
-            assert net.added is not None
-            optimizer.add_param_group({"params": list(net.added.parameters())})
+        self.oracle.add()
         self.added = True
         self._checked(self._call("add"))
 
-    @precondition(lambda self: "refused" not in OPEN and self.setup.workers > 1)
+    @precondition(lambda self: self.setup.workers > 1)
     @rule(kind=st.sampled_from(("plan", "groups", "fragments")))
     def refused(self, kind: str) -> None:
         """Attach to another model what cannot be right: refused on all workers, which can train without a session."""
+        if kind == "fragments" and "refused_late" in OPEN:
+            return
         found = {str(reply) for reply in self._call("refused", kind=kind)}
         assert len(found) == 1 and found != {""}, f"refused differently, or not at all: {sorted(found)}"
 

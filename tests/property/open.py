@@ -28,9 +28,8 @@ OPEN: dict[str, str] = {
     "change_moments": "after local steps, moments differ, and a plan that averages gradients lets workers part",
     "change_unused": "under DDP, a change from local steps to averaged gradients, with parameters that are not used",
     "freeze_local": "parameters that are frozen between two rounds, while workers hold different weights",
-    "fp16_low_rank": "fp16 parameters sent as low-rank factors",
     "complex": "complex parameters",
-    "refused": "an error of `attach` leaves hooks behind, or comes only in training",
+    "refused_late": "more fragments than parameters are refused only in training",
     "qsr_resume": "a resumed `qsr`",
     "batch_norm_ddp": "DDP broadcasts buffers itself",
 }
@@ -45,7 +44,7 @@ def open_setup(setup: Setup) -> Setup:
         features.discard("batch_norm")
     if "complex" in OPEN or setup.amp:  # torch's GradScaler takes neither complex nor fp16 gradients
         features.discard("complex")
-    if "fp16_low_rank" in OPEN or setup.amp:
+    if setup.amp:
         features.discard("fp16")
     if "amp_feedback" in OPEN and setup.wrap == "ddp" and setup.known.lossy:
         setup = replace(setup, amp=False)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.property.conservation import Conservation
+from tests.property.extras import average_buffers, average_moments, finite, reset_moments
 from tests.property.nets import Net, clip, learning_rate, loss_of, optimizer_of, wide
 from tests.property.plans import PLANS, Average, fragments_of
 from tests.property.programs import Setup, StepOptions
@@ -37,6 +38,8 @@ class Oracle:
     number: int = 0
     since: int = 0
     lr: float = 0.0
+    unrecorded_bytes: float = 0.0
+    """What `attach` sent and did not record, where that is open."""
     averaged_steps: int = 0
     """Steps since `attach` in which gradients were averaged."""
     anchor: Gradients | None = None
@@ -66,8 +69,23 @@ class Oracle:
         return {name: p for name, p in self.nets[worker].named_parameters() if p.requires_grad}
 
     def _set_anchor(self) -> None:
-        if self.known.anchored and self.anchor is None and self.number + 1 >= self.known.start:
-            self.anchor = {name: p.detach().clone() for name, p in self.trained().items()}
+        """Keep what deltas start from, also of parameters that are trained only from now on."""
+        if self.known.anchored and self.number + 1 >= self.known.start:
+            self.anchor = {name: p.detach().clone() for name, p in self.trained().items()} | (self.anchor or {})
+
+    def train(self, name: str, trained: bool) -> None:
+        """Freeze a module, or unfreeze it."""
+        for net in self.nets:
+            net.get_submodule(name).requires_grad_(trained)
+        self._set_anchor()
+
+    def add(self) -> None:
+        """Add a layer, and its parameters to the optimizer."""
+        for net, optimizer in zip(self.nets, self.optimizers, strict=True):
+            net.add(self.setup.seed)
+            assert net.added is not None
+            optimizer.add_param_group({"params": list(net.added.parameters())})
+        self._set_anchor()
 
     def step(self, options: StepOptions, reports: Sequence[Report]) -> list[Gradients | None]:
         """Take one step; return the gradients that each worker's optimizer should have seen, None where it skips."""
@@ -87,7 +105,7 @@ class Oracle:
                     for worker in members:
                         seen[worker] = mean
         if self.setup.amp:  # a GradScaler skips what is not finite
-            seen = [each if each is None or _finite(each.values()) else None for each in seen]
+            seen = [each if each is None or finite(each.values()) else None for each in seen]
         for worker, gradients in enumerate(seen):
             self._optimize(worker, gradients, options.clip)
         self._settle(self.number)
@@ -128,7 +146,7 @@ class Oracle:
             / len(members)
             for name in names
         }
-        if not _finite(mean.values()):
+        if not finite(mean.values()):
             return None
         if self.known.lossy and not self.known.local and len(members) > 1:
             delivered = {name: g.to(mean[name].dtype) for name, g in reports[0].delivered.items() if name in mean}
@@ -145,7 +163,8 @@ class Oracle:
             clip(own.values(), limit)
         for name, p in self.nets[worker].named_parameters():
             p.grad = own.get(name)
-        optimizer.param_groups[0]["lr"] = learning_rate(self.number - 1, self.setup.scheduled)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(self.number - 1, self.setup.scheduled)
         optimizer.step()
 
     def _settle(self, number: int) -> None:
@@ -169,15 +188,16 @@ class Oracle:
             sizes = {name: p.numel() for name, p in self.trained().items()}
             names = list(fragments_of(sizes, self.known.fragments)[average.part])
         for members in self._groups(average):
-            sound = [w for w in members if _finite(self.trained(w)[name] for name in names)]
+            sound = [w for w in members if finite(self.trained(w)[name] for name in names)]
             for worker in set(members) - set(sound):
-                self._reset_moments(worker, names)
+                reset_moments(self.optimizers[worker], self.trained(worker), names)
             if self.anchor is not None and len(members) == self.workers:
                 self._average_deltas(names, sound, reports)
             else:
                 self._replace(self._means(names, sound), members)
             if average.part in (None, 0):
-                self._average_extras(names, sound, members)
+                average_buffers([self.nets[w] for w in members], [self.nets[w] for w in sound], self.known.plan.buffers)
+            self._average_moments(names, members)
         if average.part is None and average.size == self.workers:
             self.since = self.number
 
@@ -217,52 +237,21 @@ class Oracle:
             for name, mean in means.items():
                 self.trained(worker)[name].data = mean.clone()
 
-    def _average_extras(self, names: list[str], sound: list[int], members: range) -> None:
-        """Average buffers and moments as the plan has it."""
-        plan = self.known.plan
-        buffers = [dict(self.nets[w].named_buffers()) for w in range(self.workers)]
-        sound = [w for w in sound if _finite(buffers[w].values())]
-        for name, first in buffers[members[0]].items():
-            if plan.buffers == "average" and first.is_floating_point():
-                mean = sum((buffers[w][name] for w in sound), torch.zeros(())) / len(sound)
-            elif plan.buffers == "leader":
-                mean = buffers[sound[0]][name].clone()
-            else:
-                continue
+    def _average_moments(self, names: list[str], members: range) -> None:
+        """Do with the optimizers' moments what the plan has."""
+        if self.known.plan.optimizer_state == "average":
+            average_moments([(self.optimizers[w], self.trained(w)) for w in members], names)
+        if self.known.plan.optimizer_state == "reset":
             for worker in members:
-                buffers[worker][name].copy_(mean)
-        if plan.optimizer_state == "reset":
-            for worker in members:
-                self._reset_moments(worker, names)
-        if plan.optimizer_state == "average":
-            self._average_moments(names, sound, members)
-
-    def _average_moments(self, names: list[str], sound: list[int], members: range) -> None:
-        for name in names:
-            states = [self.optimizers[w].state.get(self.trained(w)[name], {}) for w in members]
-            if all(states):
-                for key in [key for key, t in states[0].items() if t is not None and t.dim() and key != "step"]:
-                    mean = sum((state[key] for state in states), torch.zeros(())) / len(states)
-                    for state in states:
-                        state[key].copy_(mean)
-
-    def _reset_moments(self, worker: int, names: list[str]) -> None:
-        for name in names:
-            self.optimizers[worker].state.get(self.trained(worker)[name], {}).clear()
+                reset_moments(self.optimizers[worker], self.trained(worker), names)
 
     def average_weights(self) -> None:
         """Average all weights and buffers exactly, where local steps have made them different."""
         self._settle(1 << 60)
         if self.known.local and self.number >= self.known.start and self.since != self.number:
-            sound = [w for w in range(self.workers) if _finite(self.trained(w).values())]
+            sound = [w for w in range(self.workers) if finite(self.trained(w).values())]
             self._replace(self._means(list(self.trained()), sound), range(self.workers))
-            buffers = [dict(net.named_buffers()) for net in self.nets]
-            sound = [w for w in sound if _finite(buffers[w].values())]
-            for name, b in buffers[0].items():
-                if b.is_floating_point():
-                    mean = sum((buffers[w][name] for w in sound), torch.zeros(())) / len(sound)
-                    for each in buffers:
-                        each[name].copy_(mean)
+            average_buffers(self.nets, [self.nets[w] for w in sound], "average")
 
     def change(self, plan: str) -> None:
         """Go on under another plan."""
@@ -284,7 +273,3 @@ class Oracle:
         for net, report in zip(self.nets, reports, strict=True):
             for name, p in net.named_parameters():
                 p.data = report.weights[name].to(p.dtype)
-
-
-def _finite(tensors: Iterable[Tensor]) -> bool:
-    return all(bool(t.isfinite().all()) for t in tensors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -18,13 +17,6 @@ COMMON = settings(
     suppress_health_check=list(HealthCheck),
     print_blob=False,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _pools() -> Iterator[None]:
-    yield
-    for pool in Training.pools.values():
-        pool.close()
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import laconic
 from tests.property.nets import Net, learning_rate, loss_of, optimizer_of
-from tests.property.open import OPEN
 from tests.property.plans import PLANS
 from tests.property.programs import Setup, StepOptions
 from tests.property.wire import Wire
@@ -86,8 +85,6 @@ class Trainer:
         self._ddp_before = self._ddp_sequence()
         self.wire.sent, self.wire.collectives = 0.0, 0
         self.session = laconic.attach(PLANS[plan].plan, self.model, self.optimizers, timeout_s=8)
-        if "initial_broadcast" in OPEN:
-            self.wire.sent = self.session.ledger.wire_bytes
         self.handles = [each.register_step_pre_hook(self._note_delivered) for each in self.optimizers]
 
     def detach(self) -> None:
@@ -224,6 +221,7 @@ class Trainer:
 
     def refused(self, kind: str) -> str:
         """Attach what cannot be right to another model; return the error's class. The optimizer must work after it."""
+        counted = self.wire.sent, self.wire.collectives
         net = Net(frozenset(), seed=0)
         optimizer = optimizer_of("sgd", net.parameters())
         plan = laconic.power_sgd(rank=1 + (self.worker == 0))
@@ -238,6 +236,7 @@ class Trainer:
             error = type(raised).__name__
         loss_of(net, 0, self.worker, 0, 0, False, torch.float32).backward()
         optimizer.step()
+        self.wire.sent, self.wire.collectives = counted  # another session's
         return error
 
     def report(self) -> Report:

@@ -1,0 +1,106 @@
+"""Trainings that were once wrong, each as short as it can be. Those of open features fail, and must until then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.property.machine import Training
+from tests.property.open import OPEN
+from tests.property.programs import Nan, Setup, StepOptions
+
+Program = Callable[[Training], object]
+
+BATCH_NORM, BF16, BRANCH, FROZEN = (frozenset({name}) for name in ("batch_norm", "bf16", "branch", "frozen"))
+NAN, NAN_IN_SCALE = StepOptions(nan=Nan(1)), StepOptions(nan=Nan(1, "scale"))
+UNUSED = StepOptions(branch=(False,) * 4)
+HALF_USED = StepOptions(branch=(True, False, True, False))
+
+
+def _steps(count: int) -> Program:
+    return lambda training: training.plain_steps(count=count)
+
+
+def _step(options: StepOptions) -> Program:
+    return lambda training: training.step(options=options)
+
+
+def _change(plan: str) -> Program:
+    return lambda training: training.change(plan=plan)
+
+
+def _poison(worker: int) -> Program:
+    return lambda training: training.poison(worker=worker, name="scale")
+
+
+def _train(name: str, trained: bool) -> Program:
+    return lambda training: training.train(name=name, trained=trained)
+
+
+def _poison_buffer(training: Training) -> None:
+    training.poison_buffer(worker=1)
+
+
+FOUND: list[tuple[str, Setup, list[Program]]] = [
+    ("initial_broadcast", Setup(), [_steps(1)]),
+    ("rebind", Setup("post_local"), [Training.rebind, _steps(2)]),
+    ("", Setup("ddp"), [Training.rebind, _steps(2)]),
+    ("unfreeze", Setup("ddp", features=FROZEN), [_train("first", True), _steps(2)]),
+    ("unfreeze freeze_local", Setup("diloco", features=FROZEN), [_train("first", True), _steps(2)]),
+    ("add", Setup("ddp"), [Training.add, _steps(2)]),
+    ("add", Setup("post_local"), [Training.add, _steps(2)]),
+    ("load", Setup("diloco"), [lambda t: t.load(factor=0.5), _steps(2)]),
+    ("reversed", Setup("ddp", split=True, reversed=True), [_steps(2)]),
+    ("reversed", Setup("post_local", split=True, reversed=True), [_steps(2)]),
+    ("nan_average_weights", Setup("every"), [_steps(1), _poison(1), Training.average_weights]),
+    ("nan_average_weights", Setup("every"), [_steps(1), _poison(1), _change("diloco")]),
+    ("nan_buffers", Setup("post_local", features=BATCH_NORM), [_steps(1), _poison_buffer, _steps(1)]),
+    ("nan_buffers_kept", Setup("post_local_leader", features=BATCH_NORM), [_steps(1), _poison(0), _steps(1)]),
+    ("nan_buffers_kept", Setup("post_local_keep", features=BATCH_NORM), [_steps(1), _poison(1), _steps(1)]),
+    ("nan_moments", Setup("post_local_average"), [_step(NAN), _steps(3)]),
+    ("nan_streaming", Setup("streaming_delay"), [_step(NAN), _steps(6), Training.recovered]),
+    ("nan_streaming", Setup("streaming_fragments"), [_step(NAN), _steps(8), Training.recovered]),
+    ("nan_parameter_feedback", Setup("power_sgd_two", wrap="ddp"), [_steps(2), _step(NAN_IN_SCALE), _steps(1)]),
+    ("nan_parameter_feedback", Setup("power_sgd_two", features=BF16), [_steps(2), _step(NAN_IN_SCALE), _steps(1)]),
+    ("unused_feedback", Setup("feedback_quantized", features=BRANCH), [_steps(2), _step(UNUSED), _steps(1)]),
+    ("unused_feedback", Setup("power_sgd_two", wrap="ddp", features=BRANCH), [_steps(2), _step(UNUSED), _steps(1)]),
+    ("unused_feedback", Setup("power_sgd_two"), [_steps(2), _train("mid", False), _steps(1)]),
+    ("amp_feedback", Setup("power_sgd_two", wrap="ddp", amp=True), [_steps(4)]),
+    ("amp_clip_nan", Setup("ddp", amp=True), [_steps(1), _step(StepOptions(clip=0.5, nan=Nan(1)))]),
+    ("amp_split", Setup("power_sgd_two", amp=True, split=True), [_steps(4)]),
+    ("amp_scales", Setup("post_local", wrap="ddp", amp=True), [_step(NAN), _change("diloco_groups"), _steps(1)]),
+    ("change_moments", Setup("post_local"), [_steps(2), _change("ddp"), _steps(1)]),
+    (
+        "change_unused",
+        Setup("post_local", wrap="ddp", features=BRANCH),
+        [_steps(2), _change("diloco_groups"), _step(HALF_USED)],
+    ),
+    ("freeze_local", Setup("diloco"), [_steps(2), _train("down", False), _steps(2)]),
+    ("", Setup("power_sgd_two", features=frozenset({"fp16"})), [_steps(8)]),
+    ("complex", Setup("ddp", features=frozenset({"complex"})), [_steps(1)]),
+    ("complex", Setup("diloco", features=frozenset({"complex"})), [_steps(2)]),
+    ("complex", Setup("power_sgd_two", features=frozenset({"complex"})), [_steps(2)]),
+    ("qsr_resume", Setup("qsr", scheduled=True), [_steps(2), Training.resume, _steps(6)]),
+    ("batch_norm_ddp", Setup("ddp", wrap="ddp", features=BATCH_NORM), [_steps(2)]),
+    ("", Setup(), [lambda t: t.refused(kind="plan")]),
+    ("", Setup(), [lambda t: t.refused(kind="groups")]),
+    ("refused_late", Setup(), [lambda t: t.refused(kind="fragments")]),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "setup", "program"), FOUND, ids=[f"{name or 'right'}-{setup.plan}" for name, setup, _ in FOUND]
+)
+def test_it_is_found(name, setup, program, monkeypatch, request):
+    for each in set(name.split()) & set(OPEN):
+        request.applymarker(pytest.mark.xfail(reason=OPEN[each], strict=True, raises=AssertionError))
+        monkeypatch.delitem(OPEN, each)
+    training = Training()
+    try:
+        training.attach(setup=setup)
+        for operation in program:
+            operation(training)
+    finally:
+        training.teardown()
