@@ -127,8 +127,7 @@ class CollectiveQueue:
 
     def run(self, exchange: Exchange, phase: str) -> Averaged:
         """Run one exchange to its end, and wait for it."""
-        nothing = torch.empty(0)
-        future = new_future(nothing)
+        nothing, future = torch.empty(0), new_future(torch.empty(0))
         (running,) = self.submit_all([exchange], phase, [nothing], [future])
         self._flush_and_wait(future)
         assert running.result is not None
@@ -138,8 +137,7 @@ class CollectiveQueue:
         """Run exchanges together, and wait for all of them."""
         started = list(exchanges)
         if started:
-            nothing = torch.empty(0)
-            future = new_future(nothing)
+            nothing, future = torch.empty(0), new_future(torch.empty(0))
             self.submit_all(started, phase, [nothing], [future])
             self._flush_and_wait(future)
 
