@@ -7,32 +7,7 @@ from dataclasses import replace
 from tests.property.plans import PLANS, Known
 from tests.property.programs import Setup, StepOptions
 
-OPEN: dict[str, str] = {
-    "initial_broadcast": "the broadcast of the first weights of a bare module is not in the ledger",
-    "rebind": "parameters that were given new memory after `attach`",
-    "unfreeze": "parameters that are trained only later",
-    "add": "parameters that are added to an optimizer later",
-    "load": "weights that are loaded after `attach`, under a plan with an anchor",
-    "reversed": "two optimizers that step in another order than they were given in",
-    "nan_average_weights": "NaN weights on one worker when `average_weights()` or `change()` is called",
-    "nan_buffers": "NaN buffers on one worker",
-    "nan_buffers_kept": "NaN weights on one worker, where buffers are the first worker's or stay as they are",
-    "nan_moments": "NaN weights on one worker when moments are averaged",
-    "nan_streaming": "NaN weights on one worker, in fragments or with a delay",
-    "nan_parameter_feedback": "NaN in one of several buckets, with error feedback: DDP's, or one for each dtype",
-    "unused_feedback": "a parameter that no worker uses in a step, with error feedback",
-    "amp_feedback": "a loss scale that changes, with error feedback under DDP",
-    "amp_clip_nan": "clipping, a GradScaler and Inf on one worker, on a bare module",
-    "amp_split": "a GradScaler and two optimizers on a bare module",
-    "amp_scales": "workers whose loss scales differ after local steps average gradients under DDP",
-    "change_moments": "after local steps, moments differ, and a plan that averages gradients lets workers part",
-    "change_unused": "under DDP, a change from local steps to averaged gradients, with parameters that are not used",
-    "freeze_local": "parameters that are frozen between two rounds, while workers hold different weights",
-    "complex": "complex parameters",
-    "refused_late": "more fragments than parameters are refused only in training",
-    "qsr_resume": "a resumed `qsr`",
-    "batch_norm_ddp": "DDP broadcasts buffers itself",
-}
+OPEN: dict[str, str] = {}
 
 
 def open_setup(setup: Setup) -> Setup:
