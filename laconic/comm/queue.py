@@ -239,7 +239,7 @@ class CollectiveQueue:
                 except StopIteration as stop:
                     result = stop.value
                 if running.work is not None:
-                    self._record(running)
+                    running.record(self.ledger, self.workers, self.level)
             try:
                 # The first send starts the generator: it must be None, whatever the annotation says.
                 request = running.exchange.send(result)  # type: ignore[arg-type]
@@ -266,9 +266,6 @@ class CollectiveQueue:
         else:
             what = f"step {running.step}, {running.phase} among {self.workers} workers ({self.level})"
             self.timeout.wait(running.work, what)
-
-    def _record(self, running: Running) -> None:
-        running.record(self.ledger, self.workers, self.level)
 
 
 def _end_thread(items: queue.SimpleQueue[Running | _Flush | _Stop], thread: threading.Thread) -> None:
