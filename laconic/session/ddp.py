@@ -129,11 +129,16 @@ class DDPPath:
         """The buckets of this backward by name, where DDP may drop some of their means."""
         self._joined = self._shadowed = False
         """Whether the last backward was inside DDP's `join()`; whether this worker had run out of data then."""
+        self._was_local = False
         self._checked: Facts | None = None
-        """The parameters that DDP was found to average."""
 
     def check_plan(self, plan: Plan) -> None:
-        """Accept every plan."""
+        """Refuse what DDP itself cannot do: find unused parameters again after steps without averaged gradients."""
+        if self._finds_unused and self._was_local and (not plan.local or plan.topology.inner is not None):
+            raise ValueError(
+                f"change({plan!r}): with find_unused_parameters=True, DistributedDataParallel cannot average gradients "
+                "after local steps: it hangs if a parameter is unused. Make the DDP model again, and attach to it."
+            )
 
     def install(self) -> None:
         """Take DDP's buckets from now on. Refuses a model that has another hook."""
@@ -234,7 +239,9 @@ class DDPPath:
                 "that averages gradients in every step, such as ddp() or power_sgd(rank=4)."
             )
         headers, self._headers = self._headers, None
-        if self._sync is not None:
+        if self._sync is None:
+            self._was_local = True
+        else:
             self._check_parameters()
         return None if headers is None else headers.wait()
 

@@ -97,6 +97,11 @@ class GradientAverager:
         """Whether the codec keeps residuals of gradients, and their loss scale is unknown."""
         return self._scale is None and has_feedback(self._codec)
 
+    def equalise_loss_scale(self) -> None:
+        """Let all workers have one loss scale, if the session knows it: scaled gradients are averaged."""
+        if self._scale is not None:
+            self._scale.equalise(self.levels.world)
+
     def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
         """Use this codec among these workers in the next step."""
         if sync is not None and codec is not None:

@@ -6,9 +6,11 @@ residuals that error feedback keeps of them. When the scale changes, residuals a
 
 from __future__ import annotations
 
+import torch
 from torch.amp.grad_scaler import GradScaler
 
 from laconic.codecs.feedback import rescale_residuals
+from laconic.comm.queue import CollectiveQueue
 from laconic.session.model_state import ModelState
 from laconic.torch_private.grad_scaler import scale_of
 
@@ -35,3 +37,11 @@ class LossScale:
         if "scale" in kept:
             rescale_residuals(self._model_state.state["gradient"], now / kept["scale"].to(now.device))
         kept["scale"] = now.clone()
+
+    def equalise(self, queue: CollectiveQueue) -> None:
+        """Set the loss scale of all workers to the smallest: local steps may have made them different."""
+        now = scale_of(self._scaler)
+        mine = float("inf") if now is None else float(now)
+        smallest = float(queue.gather(torch.tensor([mine], dtype=torch.float64)).min())
+        if now is not None and smallest != mine:
+            self._scaler.update(smallest)

@@ -26,7 +26,7 @@ from laconic.torch_private.modules import tensors_of
 class ModelState:
     """Parameters and buffers by name, and the state of the codecs and of the outer step.
 
-    `params` are the tensors that are averaged: those of parameters that are trained, or were since `attach`. Of a
+    `params` are the tensors that are averaged: those of parameters that are trained, or were since the last round. Of a
     sharded parameter it is this worker's shard, of a complex one a real view. `originals` are the parameters as the
     model and the optimizers know them. `refresh` replaces all of them: nobody keeps them across steps.
     """
@@ -110,7 +110,14 @@ class ModelState:
         if self.unsynced:
             new = {name: p for name, p in self.params.items() if name in self.unsynced}
             self.of_first_worker(queue, differences(queue, new))
-            self.unsynced.clear()
+            self.unsynced.clear()  # the same on all workers
+
+    def mark_synced(self, names: Iterable[str]) -> None:
+        """Note that these parameters are equal on all workers. Those that are frozen are not averaged any more."""
+        self.unsynced.difference_update(names)
+        frozen = {name for name in names if not self.originals[name].requires_grad}
+        if frozen and not self._sharded:
+            self._look_up({id(p) for name, p in self.originals.items() if name not in frozen})
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the gradient of each parameter, in an order that all workers share."""

@@ -223,6 +223,7 @@ class Steps:
         clock = SyncClock(since=max(self.step, plan.schedule.start - 1))
         # Equal gradients move weights alike only if the optimizers' moments are equal, too.
         self.average_weights(optimizers=any(s.payload is Payload.GRADIENT for s in plan.syncs_at(self.step + 1, clock)))
+        self._averager.equalise_loss_scale()
         self.plan, self.clock = plan, clock
         self._model_state.reset()
         self.weights.forget()

@@ -110,7 +110,7 @@ class WeightSync:
         extra = {**buffers, **self._extras.common(moments, queue)}
         params = {name: self.model_state.params[name] for name in names}
         if anchored:
-            known = [name for name in names if self.anchor.has(name)]
+            known = [name for name in names if self.anchor.has(name) and self.model_state.originals[name].requires_grad]
             self._sync_deltas(plan, queue, known, sync, headers.step)
             fresh = {name: p for name, p in params.items() if name not in known}
             self._average(queue, {**fresh, **extra})
@@ -123,7 +123,7 @@ class WeightSync:
         if plan.optimizer_state == "reset":
             self._extras.reset_optimizers(names)
         if queue is self.levels.world:
-            self.model_state.unsynced.difference_update(names)
+            self.model_state.mark_synced(names)
 
     def _sync_deltas(self, plan: Plan, queue: CollectiveQueue, names: Sequence[str], sync: Sync, step: int) -> None:
         if isinstance(plan.schedule, Streaming) and plan.schedule.delay:
@@ -184,7 +184,7 @@ class WeightSync:
         shared = {name for name, each in moments.items() if each and common.keys() >= each.keys()}
         self._extras.reset_optimizers(name for name in moments if name not in shared)
         self._extras.equal_counters((name for name in moments if name in shared), self.levels.world)
-        self.model_state.unsynced.clear()
+        self.model_state.mark_synced(self.model_state.params)
 
     def forget(self) -> None:
         """Drop the anchor, and fragments in flight, without waiting for them."""

@@ -109,7 +109,7 @@ def test_many_names_keep_their_order_and_their_matrices() -> None:
         assert torch.equal(done[name], orthonormal(x))
 
 
-def test_one_batched_call_for_all_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_batched_call_for_all_of_a_shape_but_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
     qr = torch.linalg.qr
 
@@ -118,8 +118,18 @@ def test_one_batched_call_for_all_of_a_shape(monkeypatch: pytest.MonkeyPatch) ->
         return qr(x)
 
     monkeypatch.setattr(torch.linalg, "qr", spy)
-    orthonormal_all({f"layer{i}": normal(6 + i % 2, 2, seed=i) for i in range(10)})
-    assert sorted(calls) == [(5, 6, 2), (5, 7, 2)]
+    layers = {f"layer{i}": normal(6 + i % 2, 2, seed=i) for i in range(4)}
+    orthonormal_all({name: x.to("meta") for name, x in layers.items()})
+    assert sorted(calls) == [(2, 6, 2), (2, 7, 2)]
+    calls.clear()
+    orthonormal_all(layers)
+    assert sorted(calls) == [(1, 6, 2), (1, 6, 2), (1, 7, 2), (1, 7, 2)]
+
+
+def test_the_bits_do_not_depend_on_the_neighbours() -> None:
+    xs = {f"layer{i}": normal(513, 2, seed=i) for i in range(6)}
+    for name, x in orthonormal_all(xs).items():
+        assert torch.equal(x, orthonormal(xs[name]))
 
 
 def test_empty_input() -> None:

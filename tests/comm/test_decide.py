@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from laconic.comm.lockstep import in_turn, lockstep
 from laconic.comm.queue import CollectiveQueue
@@ -117,9 +116,9 @@ def _order(worker: int, fail: bool) -> tuple[list[int], dict[int, bool], list[st
     launched: list[int] = []
     all_reduce = dist.all_reduce
 
-    def noted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        launched.append(x.numel())
-        return all_reduce(x, *args, **kwargs)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        launched.append(args[0].numel())
+        return all_reduce(*args, **kwargs)
 
     dist.all_reduce = noted
     sick = torch.nan if worker == 1 else 1.0

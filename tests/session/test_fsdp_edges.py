@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import laconic
+from tests.laws.world import same_bits
 from tests.session.sharding import (
     assert_replicas_equal,
     attached,
@@ -235,3 +237,30 @@ def test_native_hsdp_inside_a_site_and_a_plan_between_sites():
     apart = [before for before, _ in results]
     assert torch.equal(apart[0], apart[1]) and not torch.equal(apart[0], apart[2])
     assert all(torch.equal(after, results[0][1]) for _, after in results)
+
+
+def _spoiled(worker: int, text: str) -> list[Any]:
+    """Let a backward hold NaN on one worker after its first unit; then go on."""
+    model, optimizer, session = attached(text, "2-D", two_by_two())
+    assert session is not None
+    steps(model, optimizer, worker, 3)
+    before = copy.deepcopy(session.state_dict()["state"]["gradient"])
+
+    def spoil(_: nn.Module, __: Any, out: Tensor) -> None:
+        out.register_hook(lambda gradient: gradient * torch.nan if worker == 0 else gradient)
+
+    x, y = batch(worker, 3)
+    hook = model[1].register_forward_hook(spoil)  # type: ignore[index]
+    F.mse_loss(model(x), y).backward()
+    hook.remove()
+    optimizer.zero_grad()
+    stayed = same_bits(session.state_dict()["state"]["gradient"], before)
+    steps(model, optimizer, worker, 2, first=4)
+    return [stayed, shards(model)]
+
+
+def test_nan_in_some_units_leaves_the_state_of_every_unit_as_it_was():
+    results = run_workers(_spoiled, 4, ("power_sgd(rank=1)",))
+    assert [stayed for stayed, _ in results] == [True] * 4
+    assert_replicas_equal([weights for _, weights in results])
+    assert all(weights.isfinite().all() for _, weights in results)
