@@ -239,9 +239,8 @@ class DDPPath:
                 "that averages gradients in every step, such as ddp() or power_sgd(rank=4)."
             )
         headers, self._headers = self._headers, None
-        if self._sync is None:
-            self._was_local = True
-        else:
+        self._was_local = self._was_local or self._sync is None
+        if self._sync is not None:
             self._check_parameters()
         return None if headers is None else headers.wait()
 
@@ -251,14 +250,14 @@ class DDPPath:
         model_state.refresh()
         if ddp is None or model_state.facts is self._checked:
             return
-        averaged = self._views.names | ddp.parameters_to_ignore
+        self._checked, averaged = model_state.facts, self._views.names | ddp.parameters_to_ignore
         for name, p in model_state.originals.items():
             if p.grad is not None and name not in averaged:
+                self._checked = None
                 raise RuntimeError(
                     f"{name} is trained, and DistributedDataParallel does not average it: it was frozen, or was not "
                     "there, when the DDP model was made. Make the DDP model again, and attach to it."
                 )
-        self._checked = model_state.facts
 
     def after_optimizer(self) -> None:
         """Give all workers the first worker's buffers, if DDP would do so before the next forward."""
