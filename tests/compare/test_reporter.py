@@ -158,7 +158,7 @@ def test_each_worker_reports_its_steps_and_stops_at_the_goal(tmp_path: Path):
         assert [progress.step for progress in reports] == [1, 2, 3, 4, 5, 6]
         assert [progress.worker for progress in reports] == [worker] * 6
         assert reports[-1].ended == "steps"
-        assert 0 < reports[-1].sent_bytes - 3 * 72 * 4 < 200  # and what workers check about each other
+        assert 0 < reports[-1].sent_bytes - 3 * 72 * 4 < 300  # and what workers check about each other
         assert reports[-1].link_s > 0
         doubles = seconds_file(tmp_path, worker).stat().st_size / 8  # one for each collective
         assert doubles == 3 + 2 + 3 * 2  # rounds; at attach; a header before and a digest after each round

@@ -16,7 +16,12 @@ from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import WorkerError, run_workers
 
 LOCAL = "Plan(schedule=Every(2))"
-PLANS = ["ddp()", "power_sgd(rank=2)", LOCAL, "diloco(period=2)"]
+PLANS = [
+    "ddp()",
+    "diloco(period=2)",
+    pytest.param("power_sgd(rank=2)", marks=pytest.mark.slow),
+    pytest.param(LOCAL, marks=pytest.mark.slow),
+]
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, steps: range) -> None:
@@ -84,7 +89,7 @@ def _grows(worker: int, text: str, how: str) -> tuple[Tensor, bool]:
     return weights(model), not torch.equal(before, weights(model[0]))
 
 
-@pytest.mark.parametrize("how", ["unfrozen", "added", "replaced"])
+@pytest.mark.parametrize("how", ["unfrozen", "added", pytest.param("replaced", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", PLANS)
 def test_parameters_that_come_later_are_averaged(text, how):
     found = run_workers(_grows, 2, (text, how))
@@ -162,7 +167,7 @@ def _collides(worker: int, text: str, ddp: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("ddp", [False, True])
-@pytest.mark.parametrize("text", ["power_sgd(rank=2)", LOCAL])
+@pytest.mark.parametrize("text", ["power_sgd(rank=2)", pytest.param(LOCAL, marks=pytest.mark.slow)])
 def test_names_keep_their_prefixes(text, ddp):
     assert_equal_bits(run_workers(_collides, 2, (text, ddp)))
 
@@ -205,6 +210,11 @@ def test_weights_loaded_after_attach_are_where_deltas_start(moment):
         assert result.tolist() == [10.0] * 3
 
 
+SLOWER = [
+    pytest.param(text, marks=pytest.mark.slow) for text in ("ddp()", "Plan(schedule=Every(2), codec=Cast('bf16'))")
+]
+
+
 def _complex(worker: int, text: str) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     model = nn.Module()
@@ -223,7 +233,7 @@ def _complex(worker: int, text: str) -> tuple[Tensor, Tensor]:
     return torch.view_as_real(model.w.detach()), torch.view_as_real(truth)
 
 
-@pytest.mark.parametrize("text", ["ddp()", "power_sgd(rank=2)", LOCAL, "Plan(schedule=Every(2), codec=Cast('bf16'))"])
+@pytest.mark.parametrize("text", ["power_sgd(rank=2)", LOCAL, *SLOWER])
 def test_complex_parameters(text):
     (one, truth), (other, _) = run_workers(_complex, 2, (text,))
     assert_equal_bits([one, other])

@@ -150,7 +150,10 @@ def _game_alone(order: str, workers: int, early: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize(("order", "given"), [("cm", "cm"), ("mc", "cm"), ("cm", "mc")])
+@pytest.mark.parametrize(
+    ("order", "given"),
+    [("mc", "cm"), pytest.param("cm", "cm", marks=pytest.mark.slow), pytest.param("cm", "mc", marks=pytest.mark.slow)],
+)
 def test_each_optimizer_averages_what_it_holds_in_any_order(order, given, early):
     results = run_workers(_game, 2, ("ddp()", order, early, given))
     assert_equal_bits([got for got, _, _ in results])
@@ -291,10 +294,9 @@ def test_wrappers_of_a_given_optimizer_and_optimizers_inside_one_may_step(shares
 def test_the_hooks_for_all_optimizers_keep_nothing_alive():
     from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 
-    before = len(hooks)
     module, given, session = _attached()
-    assert len(hooks) == before + 1
+    assert len(hooks) == 1
     alive = weakref.ref(module)
     del module, given, session
     gc.collect()
-    assert alive() is None and len(hooks) == before
+    assert alive() is None and len(hooks) <= 1  # one for all sessions, removed by the next detach

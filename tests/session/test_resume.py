@@ -80,13 +80,18 @@ TWIN = [
 @pytest.mark.parametrize(
     ("text", "way", "bucket_mb"),
     [
-        *[(text, "ddp", 1.2) for text in PLANS],
         ("power_sgd(rank=2, rounds='two')", "ddp", 2.0),
-        ("power_sgd(rank=4)", "ddp", 25.0),
-        ("power_sgd(rank=2, feedback=False)", "ddp", 1.2),
-        ("power_sgd(rank=2)", "bare", 0),
-        ("power_sgd(rank=4, rounds='two')", "bare", 0),
-        *[(text, "twin", 1.2) for text in TWIN],
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                *[(text, "ddp", 1.2) for text in PLANS],
+                ("power_sgd(rank=4)", "ddp", 25.0),
+                ("power_sgd(rank=2, feedback=False)", "ddp", 1.2),
+                ("power_sgd(rank=2)", "bare", 0),
+                ("power_sgd(rank=4, rounds='two')", "bare", 0),
+                *[(text, "twin", 1.2) for text in TWIN],
+            ]
+        ],
     ],
 )
 def test_a_resumed_run_repeats_the_bits_of_large_matrices(text, way, bucket_mb, tmp_path):

@@ -96,12 +96,14 @@ ERROR_FEEDBACK = "Plan(codec=ByShape(ErrorFeedback(LowRank(rank=2)), rest=ErrorF
         ("power_sgd(rank=1)", "ddp"),
         ("power_sgd(rank=2, rounds='two')", "bare"),
         ("power_sgd of the twin", "twin"),
-        pytest.param(ERROR_FEEDBACK, "ddp"),
-        pytest.param("power_sgd(rank=1)", "bare"),
-        pytest.param("power_sgd(rank=2, rounds='two')", "ddp"),
+        pytest.param(ERROR_FEEDBACK, "ddp", marks=pytest.mark.slow),
+        pytest.param("power_sgd(rank=1)", "bare", marks=pytest.mark.slow),
+        pytest.param("power_sgd(rank=2, rounds='two')", "ddp", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("culprit", [pytest.param(1, id="in a matrix"), pytest.param(5, id="in a vector")])
+@pytest.mark.parametrize(
+    "culprit", [pytest.param(1, id="in a matrix"), pytest.param(5, id="in a vector", marks=pytest.mark.slow)]
+)
 def test_a_skipped_step_leaves_the_state_of_every_bucket_as_it_was(text, way, culprit):
     results = run_workers(_train, 2, (text, way, culprit))
     assert [stayed for stayed, *_ in results] == [True, True]
