@@ -57,8 +57,15 @@ class Anchor:
         return p.to(wide, copy=True)
 
     def has(self, name: str) -> bool:
-        """Return whether deltas of a parameter can be taken: not of one that came since the last round."""
-        return self.tensors is not None and name in self.tensors and name not in self._model_state.unsynced
+        """Return whether deltas of a parameter are taken: not if it came since the last round, or was frozen."""
+        state = self._model_state
+        known = self.tensors is not None and name in self.tensors and name not in state.unsynced
+        return known and state.originals[name].requires_grad
+
+    def shared(self) -> dict[str, Tensor] | None:
+        """Return the anchor of the parameters for which it is the same on all workers."""
+        new = self._model_state.unsynced
+        return None if self.tensors is None else {name: a for name, a in self.tensors.items() if name not in new}
 
     def deltas(self, names: Iterable[str], zero: bool) -> dict[str, Tensor]:
         """Return anchor − weights, or zeros in their place."""
@@ -99,12 +106,12 @@ class Anchor:
             self.tensors = None
             return
         self._model_state.refresh()
-        self.tensors = {name: self._copied(p) for name, p in self._model_state.params.items()}
+        self.tensors = {name: self._copied(p) for name, p in self._model_state.params.items() if name in saved}
         write({name: a for name, a in self.tensors.items() if name in saved}, saved)
 
     def _equals_weights(self) -> bool:
         assert self.tensors is not None
         self._model_state.refresh()
         params = self._model_state.params
-        pairs = [(a.to(params[name].device, params[name].dtype), params[name]) for name, a in self.tensors.items()]
-        return not any((a != p).any().cpu() for a, p in pairs)
+        pairs = [(self.tensors[name], p) for name, p in params.items() if name in self.tensors]
+        return not any((a.to(p.device, p.dtype) != p).any().cpu() for a, p in pairs)

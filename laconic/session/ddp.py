@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 TakesBucket: TypeAlias = "Callable[[GradBucket], Future[Tensor]]"
 
-
 SPARSE = (
     "attach: {} has sparse gradients, which DistributedDataParallel passes on as they are, and no codec takes. Make it "
     "with sparse=False, or attach to the bare module, which averages sparse gradients as dense ones."
@@ -134,7 +133,8 @@ class DDPPath:
 
     def check_plan(self, plan: Plan) -> None:
         """Refuse what DDP itself cannot do: find unused parameters again after steps without averaged gradients."""
-        if self._finds_unused and self._was_local and (not plan.local or plan.topology.inner is not None):
+        local = plan.local and plan.topology.inner is None and self._step_headers.step >= plan.schedule.start
+        if self._finds_unused and self._was_local and not local:
             raise ValueError(
                 f"change({plan!r}): with find_unused_parameters=True, DistributedDataParallel cannot average gradients "
                 "after local steps: it hangs if a parameter is unused. Make the DDP model again, and attach to it."

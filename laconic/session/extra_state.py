@@ -36,13 +36,16 @@ class ExtraState:
                 found[name] |= {f"moment:{k}:{name}": t for k, t in like.items() if t.is_floating_point()}
         return found
 
-    @staticmethod
-    def common(moments: Mapping[str, Mapping[str, Tensor]], queue: CollectiveQueue) -> dict[str, Tensor]:
-        """Return the moments of parameters that have them on every worker."""
+    def common(
+        self, moments: Mapping[str, Mapping[str, Tensor]], queue: CollectiveQueue, reset_others: bool = False
+    ) -> dict[str, Tensor]:
+        """Return the moments of parameters that have them on every worker; perhaps drop the state of the others."""
         here = torch.tensor([float(bool(moments[name])) for name in moments])
         if queue.workers > 1 and len(moments):
             here = queue.run(_mean(here.to(queue.device)), "control").mean[""]
         everywhere = [name for name, share in zip(moments, here.tolist(), strict=True) if share == 1]
+        if reset_others:
+            self.reset_optimizers(moments.keys() - set(everywhere))
         return {key: t for name in everywhere for key, t in moments[name].items()}
 
     def equal_counters(self, names: Iterable[str], queue: CollectiveQueue) -> None:

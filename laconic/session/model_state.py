@@ -125,10 +125,16 @@ class ModelState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the codecs and of the outer step, without caches."""
-        return {"state": _without_caches(self.state)}
+        frozen = [name for name, p in self.originals.items() if not p.requires_grad]  # averaged once more
+        return {"state": _without_caches(self.state), "frozen": frozen}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
+        frozen = set(saved.get("frozen", ()))
+        if frozen and not self._sharded:
+            named = _by_name(self._model.named_parameters())
+            self._look_up({id(p) for name, p in named.items() if name in self.originals or name in frozen})
+            self.unsynced -= frozen
         self.state = copied(saved["state"], self.devices)
 
 

@@ -105,18 +105,17 @@ class WeightSync:
         extra = {**buffers, **{key: t for each in moments.values() for key, t in each.items()}}
         watched = extra | self.model_state.buffers if first and plan.buffers == "leader" else extra
         finite = self._exchange_headers(queue, extra, watched, headers, anchored)
-        if not anchored and not all(finite):
-            names = list(self.model_state.params)  # also other fragments: NaN is in all of them after one more step
-        extra = {**buffers, **self._extras.common(moments, queue)}
-        params = {name: self.model_state.params[name] for name in names}
+        # Also other fragments, where one worker has lost them: NaN is in all of them after one more step.
+        among = names if all(finite) else list(self.model_state.params)
+        extra = {**buffers, **self._extras.common(moments, queue, reset_others=self._excluded)}
+        deltas = [name for name in names if anchored and self.anchor.has(name)]
+        exact = {name: self.model_state.params[name] for name in among if not (anchored and self.anchor.has(name))}
         if anchored:
-            known = [name for name in names if self.anchor.has(name) and self.model_state.originals[name].requires_grad]
-            self._sync_deltas(plan, queue, known, sync, headers.step)
-            fresh = {name: p for name, p in params.items() if name not in known}
-            self._average(queue, {**fresh, **extra})
-            self.anchor.add(fresh)
-        else:
-            self._average(queue, {**params, **extra})
+            self._sync_deltas(plan, queue, deltas, sync, headers.step)
+        self._average(queue, {**exact, **extra})
+        if anchored:
+            self.anchor.add(exact)
+        names = [*deltas, *exact]
         if first and plan.buffers == "leader" and queue.workers > 1:
             split = _split(self.model_state.all_buffers)
             self._run(queue, [_Job(of_worker(bucket, finite.index(True)), _writing(bucket)) for bucket in split])
@@ -169,6 +168,7 @@ class WeightSync:
         """Let fragments that are due by `step` take effect."""
         while self._in_flight and self._in_flight[0].due <= step:
             assert isinstance(plan.schedule, Streaming)
+            self.model_state.refresh()
             for mean in self._in_flight[0].wait():
                 self.anchor.move(plan.outer, mean, plan.schedule.mix)
             del self._in_flight[0]
@@ -277,7 +277,7 @@ class WeightSync:
     def state_dict(self) -> dict[str, Any]:
         """Return anchor and fragments in flight. Waits for these."""
         fragments = [{"part": each.part, "due": each.due, "means": each.wait()} for each in self._in_flight]
-        return {"anchor": self.anchor.tensors, "in_flight": fragments}
+        return {"anchor": self.anchor.shared(), "in_flight": fragments}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
