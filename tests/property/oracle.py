@@ -221,7 +221,7 @@ class Oracle:
         for members in self._groups(average):
             sound = self._leave_out(members, buffers, moments)
             if self.anchor is not None and among_all:
-                self._average_anchored(names, sound, reports)
+                names = self._average_anchored(names, sound, reports)
                 self.current = average.part is None
             else:  # NaN is in all fragments after one more step
                 self._replace(self._means(names if len(sound) == len(members) else list(self.params()), sound), members)
@@ -255,10 +255,11 @@ class Oracle:
     def _average_moments(self, members: Iterable[int], sound: Sequence[int]) -> list[str]:
         return average_moments({w: (self.optimizers[w], self.params(w)) for w in members}, sound, self.params())
 
-    def _average_anchored(self, names: list[str], sound: list[int], reports: Sequence[Report]) -> None:
+    def _average_anchored(self, names: list[str], sound: list[int], reports: Sequence[Report]) -> list[str]:
         """Take the outer step with the mean delta of the workers that are sound; the others go back to the anchor.
 
-        Parameters that were not trained in the whole round are averaged exactly.
+        Parameters that were not trained in the whole round are averaged exactly; those without an anchor in all
+        fragments where a worker is not sound. Return what all workers have averaged.
         """
         assert self.anchor is not None
         trained = self.trained()
@@ -270,9 +271,11 @@ class Oracle:
         for worker in set(range(self.workers)) - set(sound):
             for name, p in self.params(worker).items():
                 p.data = self.anchor[name].clone() if name not in fresh else p.data
-        self._average_deltas([name for name in names if name not in means], sound, reports)
+        deltas = [name for name in names if name not in means]
+        self._average_deltas(deltas, sound, reports)
         self._replace(means, range(self.workers))
         self.anchor |= {name: mean.clone() for name, mean in means.items()}
+        return [*deltas, *means]
 
     def _average_deltas(self, names: list[str], sound: list[int], reports: Sequence[Report]) -> None:
         assert self.anchor is not None
