@@ -177,7 +177,7 @@ class Training(RuleBasedStateMachine):
         self.oracle.train(name, trained)
         self._checked(self._call("train", name=name, trained=trained))
 
-    @precondition(lambda self: self.setup.wrap == "bare" and not self.added)
+    @precondition(lambda self: self.setup.wrap == "bare" and not self.added and not self.setup.scheduled)
     @rule()
     def add(self) -> None:
         """Add a layer, and its parameters to an optimizer."""

@@ -271,9 +271,11 @@ class Trainer:
         )
 
     def _residuals(self, state: Tree) -> dict[str, Tensor]:
-        """Return the residuals by parameter: those of DDP's gradients are multiplied by the loss scale of their step."""
+        """Return the residuals by parameter, without the loss scale, which those of a DDP model contain."""
         scale = state.get("loss_scale", {}).get("scale", 1.0)
-        return {name: t / scale for name, t in _residuals(state).items()}
+        found = {name: t / scale for name, t in _residuals(state).items()}
+        pairs = [name for name in found if self.net.get_parameter(name).is_complex()]
+        return found | {name: torch.view_as_complex(found[name]) for name in pairs}
 
     def _ddp_sequence(self) -> int:
         group: Any = dist.group.WORLD
