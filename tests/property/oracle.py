@@ -224,7 +224,8 @@ class Oracle:
                 names = self._average_anchored(names, sound, reports)
                 self.current = average.part is None
             else:  # NaN is in all fragments after one more step
-                self._replace(self._means(names if len(sound) == len(members) else list(self.params()), sound), members)
+                names = names if len(sound) == len(members) else list(self.params())
+                self._replace(self._means(names, sound), members)
             average_buffers([self.nets[w] for w in members], [self.nets[w] for w in sound], buffers)
             if moments:
                 self._average_moments(members, sound)
@@ -258,19 +259,17 @@ class Oracle:
     def _average_anchored(self, names: list[str], sound: list[int], reports: Sequence[Report]) -> list[str]:
         """Take the outer step with the mean delta of the workers that are sound; the others go back to the anchor.
 
-        Parameters that were not trained in the whole round are averaged exactly; those without an anchor in all
-        fragments where a worker is not sound. Return what all workers have averaged.
+        Parameters that were not trained in the whole round are averaged exactly: of the fragment, or of all fragments
+        where a worker is not sound. Return what all workers have averaged.
         """
         assert self.anchor is not None
         trained = self.trained()
-        fresh = [name for name in self.params() if name not in self.anchor or name in self.unsynced]
-        if len(sound) == self.workers:
-            fresh = [name for name in fresh if name in names]
-        frozen = [name for name in names if name not in trained]
-        means = self._means({*fresh, *frozen}, sound)
+        whole = [name for name in trained if name in self.anchor and name not in self.unsynced]
+        among = names if len(sound) == self.workers else list(self.params())
+        means = self._means([name for name in among if name not in whole], sound)
         for worker in set(range(self.workers)) - set(sound):
-            for name, p in self.params(worker).items():
-                p.data = self.anchor[name].clone() if name not in fresh else p.data
+            for name in whole:
+                self.params(worker)[name].data = self.anchor[name].clone()
         deltas = [name for name in names if name not in means]
         self._average_deltas(deltas, sound, reports)
         self._replace(means, range(self.workers))
