@@ -33,7 +33,7 @@ class Conservation:
     def forget(self, name: str) -> None:
         """Count this parameter anew: its residual was dropped."""
         for sums in (self.true, self.delivered, self.largest):
-            sums.pop(name, None)  # type: ignore[attr-defined]
+            sums.pop(name, None)
 
     def check(self, reports: Sequence[Report], lossy: float) -> None:
         """Compare the sums, with the residuals that the workers hold now."""
