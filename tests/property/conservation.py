@@ -30,6 +30,11 @@ class Conservation:
         for name, t in delivered.items():
             self.delivered[name] = self.delivered.get(name, torch.zeros_like(t)) + t
 
+    def forget(self, name: str) -> None:
+        """Count this parameter anew: its residual was dropped."""
+        for sums in (self.true, self.delivered, self.largest):
+            sums.pop(name, None)
+
     def check(self, reports: Sequence[Report], lossy: float) -> None:
         """Compare the sums, with the residuals that the workers hold now."""
         if not self.holds:

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from tests.property.conservation import Conservation
-from tests.property.extras import average_buffers, average_moments, finite, reset_moments
+from tests.property.extras import (
+    average_buffers,
+    average_moments,
+    equal_counters,
+    finite,
+    moments_of,
+    reset_moments,
+    share_buffers,
+)
 from tests.property.nets import Net, clip, learning_rate, loss_of, optimizer_of, wide
 from tests.property.plans import PLANS, Average, fragments_of
 from tests.property.programs import Setup, StepOptions
@@ -38,11 +46,14 @@ class Oracle:
     number: int = 0
     since: int = 0
     lr: float = 0.0
-    unrecorded_bytes: float = 0.0
-    """What `attach` sent and did not record, where that is open."""
     averaged_steps: int = 0
     """Steps since `attach` in which gradients were averaged."""
     anchor: Gradients | None = None
+    current: bool = False
+    """Whether the last round set the weights to the anchor, and nothing happened since."""
+    loaded: bool = False
+    unsynced: set[str] = field(default_factory=set)
+    """Parameters that are trained since the last round among all workers: averaged exactly in the next."""
     velocity: Gradients = field(default_factory=dict)
     flights: list[Flight] = field(default_factory=list)
     kept: Conservation = field(default_factory=Conservation)
@@ -50,6 +61,8 @@ class Oracle:
     def __post_init__(self) -> None:
         self.nets = [wide(Net(self.setup.features, self.setup.seed)) for _ in range(self.setup.workers)]
         self.optimizers = [optimizer_of(self.setup.optimizer, net.parameters()) for net in self.nets]
+        self.followed = set(self.trained())
+        """The parameters that are trained, or were since the last round among all workers."""
         self.begin(self.setup.plan)
 
     def begin(self, plan: str) -> None:
@@ -57,8 +70,8 @@ class Oracle:
         self.known = PLANS[plan]
         self.since = max(self.number, self.known.start - 1)
         self.anchor, self.velocity, self.flights = None, {}, []
+        self.current = False
         self.kept = Conservation()
-        self._set_anchor()
 
     @property
     def workers(self) -> int:
@@ -68,16 +81,23 @@ class Oracle:
         """Return the trained parameters of one worker, by name."""
         return {name: p for name, p in self.nets[worker].named_parameters() if p.requires_grad}
 
-    def _set_anchor(self) -> None:
-        """Keep what deltas start from, also of parameters that are trained only from now on."""
+    def params(self, worker: int = 0) -> dict[str, Tensor]:
+        """Return the parameters of one worker that weights are averaged of, by name."""
+        return {name: p for name, p in self.nets[worker].named_parameters() if name in self.followed}
+
+    def _begin_step(self) -> None:
+        """Let deltas start from the weights before the first step, or from those that were loaded after a round."""
         if self.known.anchored and self.number + 1 >= self.known.start:
-            self.anchor = {name: p.detach().clone() for name, p in self.trained().items()} | (self.anchor or {})
+            if self.anchor is None or (self.current and self.loaded):
+                self.anchor = {name: p.detach().clone() for name, p in self.params().items()}
+            self.current = False
+        self.loaded = False
 
     def train(self, name: str, trained: bool) -> None:
         """Freeze a module, or unfreeze it."""
         for net in self.nets:
             net.get_submodule(name).requires_grad_(trained)
-        self._set_anchor()
+        self._follow()
 
     def add(self) -> None:
         """Add a layer, and its parameters to the optimizer."""
@@ -85,21 +105,34 @@ class Oracle:
             net.add(self.setup.seed)
             assert net.added is not None
             optimizer.add_param_group({"params": list(net.added.parameters())})
-        self._set_anchor()
+        self._follow()
+
+    def _follow(self) -> None:
+        new = set(self.trained()) - self.followed
+        self.followed |= new
+        self.unsynced |= new
+
+    def _synced(self, names: Iterable[str]) -> None:
+        """Note that all workers have averaged these weights: those that are frozen are left alone from now on."""
+        self.unsynced -= set(names)
+        for name in set(names) - set(self.trained()):
+            self.followed.remove(name)
+            self.velocity.pop(name, None)
+            self.kept.forget(name)
 
     def step(self, options: StepOptions, reports: Sequence[Report]) -> list[Gradients | None]:
         """Take one step; return the gradients that each worker's optimizer should have seen, None where it skips."""
+        self._begin_step()
         self.number += 1
         if self.since == self.number - 1:
             self.lr = learning_rate(self.number - 1, self.setup.scheduled)
         averages = self.known.averages(self.number, self.since, self.lr, self.workers)
-        if self.setup.wrap == "ddp" and (not self.known.local or self.number < self.known.start):
-            self._share_buffers()
         self.averaged_steps += any(average.what == "gradient" for average in averages)
         own = [self._gradients(worker, options) for worker in range(self.workers)]
         seen: list[Gradients | None] = [dict(each) for each in own]
         for average in averages:
             if average.what == "gradient":
+                self.unsynced.clear()
                 for members in self._groups(average):
                     mean = self._mean_gradient(own, members, reports)
                     for worker in members:
@@ -112,13 +145,9 @@ class Oracle:
         for average in averages:
             if average.what == "weights":
                 self._average_weights(average, reports)
-        self._set_anchor()
+        if self.setup.wrap == "ddp" and (not self.known.local or self.number < self.known.start):
+            share_buffers(self.nets)
         return seen
-
-    def _share_buffers(self) -> None:
-        for net in self.nets[1:]:
-            for b, first in zip(net.buffers(), self.nets[0].buffers(), strict=True):
-                b.copy_(first)
 
     def _groups(self, average: Average) -> Iterator[range]:
         for first in range(0, self.workers, average.size):
@@ -179,27 +208,73 @@ class Oracle:
             v = self.velocity[name] = momentum * self.velocity.get(name, torch.zeros_like(d)) + d
             self.anchor[name] = self.anchor[name] - lr * (d + momentum * v)
             for worker in range(self.workers):
-                p = self.trained(worker)[name]
+                p = self.params(worker)[name]
                 p.data = self.anchor[name] * (1 - mix) + p.data * mix if mix else self.anchor[name].clone()
 
     def _average_weights(self, average: Average, reports: Sequence[Report]) -> None:
-        names = list(self.trained())
+        plan, first, among_all = self.known.plan, average.part in (None, 0), average.size == self.workers
+        names = list(self.params())
         if average.part is not None:
-            sizes = {name: p.numel() for name, p in self.trained().items()}
+            sizes = {name: p.numel() for name, p in self.params().items()}
             names = list(fragments_of(sizes, self.known.fragments)[average.part])
+        buffers, moments = plan.buffers if first else "keep", first and plan.optimizer_state == "average"
         for members in self._groups(average):
-            sound = [w for w in members if finite(self.trained(w)[name] for name in names)]
-            for worker in set(members) - set(sound):
-                reset_moments(self.optimizers[worker], self.trained(worker), names)
-            if self.anchor is not None and len(members) == self.workers:
-                self._average_deltas(names, sound, reports)
-            else:
+            sound = self._leave_out(members, buffers, moments)
+            if self.anchor is not None and among_all:
+                names = self._average_anchored(names, sound, reports)
+                self.current = average.part is None
+            else:  # NaN is in all fragments after one more step
+                names = names if len(sound) == len(members) else list(self.params())
                 self._replace(self._means(names, sound), members)
-            if average.part in (None, 0):
-                average_buffers([self.nets[w] for w in members], [self.nets[w] for w in sound], self.known.plan.buffers)
-            self._average_moments(names, members)
-        if average.part is None and average.size == self.workers:
+            average_buffers([self.nets[w] for w in members], [self.nets[w] for w in sound], buffers)
+            if moments:
+                self._average_moments(members, sound)
+            if plan.optimizer_state == "reset":
+                for worker in members:
+                    reset_moments(self.optimizers[worker], self.params(worker), names)
+        if among_all:
+            self._synced(names)
+        if average.part is None and among_all:
             self.since = self.number
+
+    def _leave_out(self, members: range, buffers: str, moments: bool) -> list[int]:
+        """Return the workers whose numbers are finite. The others lose the state of their optimizers."""
+        sound = [w for w in members if self._is_sound(w, buffers, moments)]
+        for worker in set(members) - set(sound):
+            if not moments:
+                reset_moments(self.optimizers[worker], self.params(worker), self.followed)
+        return sound
+
+    def _is_sound(self, worker: int, buffers: str, moments: bool) -> bool:
+        looked_at = list(self.params(worker).values())
+        if buffers != "keep":
+            looked_at += self.nets[worker].buffers()
+        if moments:
+            looked_at += moments_of(self.optimizers[worker], self.params(worker))
+        return finite(looked_at)
+
+    def _average_moments(self, members: Iterable[int], sound: Sequence[int]) -> list[str]:
+        return average_moments({w: (self.optimizers[w], self.params(w)) for w in members}, sound, self.params())
+
+    def _average_anchored(self, names: list[str], sound: list[int], reports: Sequence[Report]) -> list[str]:
+        """Take the outer step with the mean delta of the workers that are sound; the others go back to the anchor.
+
+        Parameters that were not trained in the whole round are averaged exactly: of the fragment, or of all fragments
+        where a worker is not sound. Return what all workers have averaged.
+        """
+        assert self.anchor is not None
+        trained = self.trained()
+        whole = [name for name in trained if name in self.anchor and name not in self.unsynced]
+        among = names if len(sound) == self.workers else list(self.params())
+        means = self._means([name for name in among if name not in whole], sound)
+        for worker in set(range(self.workers)) - set(sound):
+            for name in whole:
+                self.params(worker)[name].data = self.anchor[name].clone()
+        deltas = [name for name in names if name not in means]
+        self._average_deltas(deltas, sound, reports)
+        self._replace(means, range(self.workers))
+        self.anchor |= {name: mean.clone() for name, mean in means.items()}
+        return [*deltas, *means]
 
     def _average_deltas(self, names: list[str], sound: list[int], reports: Sequence[Report]) -> None:
         assert self.anchor is not None
@@ -230,32 +305,34 @@ class Oracle:
         }
 
     def _means(self, names: Iterable[str], sound: Sequence[int]) -> Gradients:
-        return {name: sum((self.trained(w)[name].data for w in sound), torch.zeros(())) / len(sound) for name in names}
+        return {name: sum((self.params(w)[name].data for w in sound), torch.zeros(())) / len(sound) for name in names}
 
     def _replace(self, means: Gradients, members: Iterable[int]) -> None:
         for worker in members:
             for name, mean in means.items():
-                self.trained(worker)[name].data = mean.clone()
+                self.params(worker)[name].data = mean.clone()
 
-    def _average_moments(self, names: list[str], members: range) -> None:
-        """Do with the optimizers' moments what the plan has."""
-        if self.known.plan.optimizer_state == "average":
-            average_moments([(self.optimizers[w], self.trained(w)) for w in members], names)
-        if self.known.plan.optimizer_state == "reset":
-            for worker in members:
-                reset_moments(self.optimizers[worker], self.trained(worker), names)
-
-    def average_weights(self) -> None:
-        """Average all weights and buffers exactly, where local steps have made them different."""
+    def average_weights(self, moments: bool = False) -> None:
+        """Average all weights and buffers exactly, where local steps have made them different, and perhaps moments."""
         self._settle(1 << 60)
-        if self.known.local and self.number >= self.known.start and self.since != self.number:
-            sound = [w for w in range(self.workers) if finite(self.trained(w).values())]
-            self._replace(self._means(list(self.trained()), sound), range(self.workers))
-            average_buffers(self.nets, [self.nets[w] for w in sound], "average")
+        if not self.known.local or self.number < self.known.start or (self.since == self.number and not moments):
+            return
+        everyone = range(self.workers)
+        sound = self._leave_out(everyone, "average", moments)
+        self._replace(self._means(list(self.params()), sound), everyone)
+        average_buffers(self.nets, [self.nets[w] for w in sound], "average")
+        if moments:
+            shared = self._average_moments(everyone, sound)
+            for name in self.followed - set(shared):
+                for worker in everyone:
+                    reset_moments(self.optimizers[worker], self.params(worker), [name])
+            equal_counters([(self.optimizers[w], self.params(w)) for w in everyone], shared)
+        self._synced(list(self.params()))
 
     def change(self, plan: str) -> None:
-        """Go on under another plan."""
-        self.average_weights()
+        """Go on under another plan. Where its next step averages gradients, the moments must be equal, too."""
+        following = PLANS[plan].averages(self.number + 1, self.number, learning_rate(0, False), self.workers)
+        self.average_weights(moments=any(average.what == "gradient" for average in following))
         self.begin(plan)
 
     def load(self, factor: float) -> None:
@@ -265,8 +342,7 @@ class Oracle:
             net.load_state_dict(
                 {name: t * factor if name.endswith("weight") else t for name, t in state.items()}, strict=False
             )
-        self.anchor = None
-        self._set_anchor()
+        self.loaded = True
 
     def take_over(self, reports: Sequence[Report]) -> None:
         """Go on from the weights that the workers hold, which were compared."""

@@ -117,6 +117,7 @@ LOSSLESS = {
     "streaming_fragments": _streaming(4, 2, 0),
     "streaming_delay": _streaming(3, 1, 1),
     "streaming_delay_fragments": _streaming(4, 2, 1),
+    "streaming_adopt": Known(laconic.streaming_diloco(4, 2, 0, lr=1.0, momentum=0.0), 4, fragments=2),
     "hierarchical": Known(laconic.hierarchical_sgd({1: 2, 2: 4}), 2, nested={1: 2, 2: 4}),
     "hierarchical_two": Known(laconic.hierarchical_sgd({2: 2}, start=2), 2, start=2, nested={2: 2}),
     "qsr": Known(laconic.qsr(growth=0.08, floor=2), 2, growth=0.08),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tests.property.plans import PLANS, Known
@@ -52,3 +52,23 @@ class StepOptions:
     branch: tuple[bool, ...] = (True, True, True, True)
     """Which workers use the branch of the model."""
     nan: Nan | None = None
+
+
+def possible_setup(setup: Setup) -> Setup:
+    """Return the setup without what torch refuses, with as many workers as the plan needs."""
+    if not setup.known.fits(setup.workers):
+        setup = replace(setup, workers=4 if setup.known.fits(4) else 2)
+    refused = {"complex", "fp16"} if setup.amp else set()  # torch's GradScaler takes neither
+    return replace(setup, features=setup.features - refused, reversed=setup.reversed and setup.split)
+
+
+def possible_step(options: StepOptions, setup: Setup, gradients: bool, sound: bool) -> StepOptions:
+    """Return the options with NaN only where some worker stays finite. `gradients`: whether the step averages them."""
+    nan = options.nan
+    if nan is not None:
+        nan = replace(nan, worker=nan.worker % setup.workers)
+        if setup.amp and setup.split:
+            nan = replace(nan, parameter=None)  # a GradScaler decides for each optimizer
+        if not gradients and not setup.amp and (setup.workers == 1 or not sound):
+            nan = None
+    return replace(options, nan=nan)

@@ -1,4 +1,4 @@
-"""Trainings that were once wrong, each as short as it can be. Those of open features fail, and must until then."""
+"""Trainings that were once wrong, each as short as it can be."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from tests.property.machine import Training
-from tests.property.open import OPEN
 from tests.property.programs import Nan, Setup, StepOptions
 
 Program = Callable[[Training], object]
 
 BATCH_NORM, BF16, BRANCH, FROZEN = (frozenset({name}) for name in ("batch_norm", "bf16", "branch", "frozen"))
 NAN, NAN_IN_SCALE = StepOptions(nan=Nan(1)), StepOptions(nan=Nan(1, "scale"))
+ONE_USES = StepOptions(branch=(False, True, False, False))
+ONE_USES_NAN = StepOptions(branch=(False, True, False, False), nan=Nan(1))
 UNUSED = StepOptions(branch=(False,) * 4)
 HALF_USED = StepOptions(branch=(True, False, True, False))
 
@@ -45,9 +46,9 @@ def _poison_buffer(training: Training) -> None:
 FOUND: list[tuple[str, Setup, list[Program]]] = [
     ("initial_broadcast", Setup(), [_steps(1)]),
     ("rebind", Setup("post_local"), [Training.rebind, _steps(2)]),
-    ("", Setup("ddp"), [Training.rebind, _steps(2)]),
+    ("rebind", Setup("ddp"), [Training.rebind, _steps(2)]),
     ("unfreeze", Setup("ddp", features=FROZEN), [_train("first", True), _steps(2)]),
-    ("unfreeze freeze_local", Setup("diloco", features=FROZEN), [_train("first", True), _steps(2)]),
+    ("unfreeze_local", Setup("diloco", features=FROZEN), [_train("first", True), _steps(2)]),
     ("add", Setup("ddp"), [Training.add, _steps(2)]),
     ("add", Setup("post_local"), [Training.add, _steps(2)]),
     ("load", Setup("diloco"), [lambda t: t.load(factor=0.5), _steps(2)]),
@@ -74,29 +75,47 @@ FOUND: list[tuple[str, Setup, list[Program]]] = [
     (
         "change_unused",
         Setup("post_local", wrap="ddp", features=BRANCH),
-        [_steps(2), _change("diloco_groups"), _step(HALF_USED)],
+        [_steps(2), _change("diloco_groups"), _step(HALF_USED), _change("diloco"), _steps(2)],
     ),
-    ("freeze_local", Setup("diloco"), [_steps(2), _train("down", False), _steps(2)]),
-    ("", Setup("power_sgd_two", features=frozenset({"fp16"})), [_steps(8)]),
+    ("freeze_local", Setup("diloco"), [_steps(2), _train("down", False), _steps(5)]),
+    ("freeze_nan", Setup("diloco"), [_steps(3), _train("down", False), _poison(1), _steps(3)]),
+    ("freeze_resume", Setup("every"), [_steps(1), _train("down", False), Training.resume, _steps(4)]),
+    (
+        "unfreeze_resume",
+        Setup("diloco", features=FROZEN),
+        [_train("first", True), _steps(1), Training.resume, _steps(3)],
+    ),
+    ("add_resume", Setup("diloco"), [_steps(2), Training.add, _steps(1), Training.resume, _steps(3)]),
+    ("add_nan", Setup("streaming_fragments"), [_steps(3), Training.add, _poison(1), _steps(8)]),
+    ("rebind_in_flight", Setup("streaming_delay"), [_steps(3), Training.rebind, _steps(4)]),
+    ("nan_fragments", Setup("streaming_adopt"), [_steps(1), _poison(1), _steps(8), Training.recovered]),
+    (
+        "nan_moments_of_one",
+        Setup("post_local_average", features=BRANCH, optimizer="adamw"),
+        [_step(ONE_USES), _step(ONE_USES_NAN), _steps(4)],
+    ),
+    (
+        "change_unused",
+        Setup("post_local", wrap="ddp", features=BRANCH),
+        [_steps(1), _change("post_local_start"), _steps(2)],
+    ),
+    ("fp16", Setup("power_sgd_two", features=frozenset({"fp16"})), [_steps(8)]),
     ("complex", Setup("ddp", features=frozenset({"complex"})), [_steps(1)]),
     ("complex", Setup("diloco", features=frozenset({"complex"})), [_steps(2)]),
+    ("complex", Setup("feedback_bf16", features=frozenset({"complex"})), [_steps(2)]),
     ("complex", Setup("power_sgd_two", features=frozenset({"complex"})), [_steps(2)]),
     ("qsr_resume", Setup("qsr", scheduled=True), [_steps(2), Training.resume, _steps(6)]),
     ("batch_norm_ddp", Setup("ddp", wrap="ddp", features=BATCH_NORM), [_steps(2)]),
-    ("", Setup(), [lambda t: t.refused(kind="plan")]),
-    ("", Setup(), [lambda t: t.refused(kind="groups")]),
+    ("refused", Setup(), [lambda t: t.refused(kind="plan")]),
+    ("refused", Setup(), [lambda t: t.refused(kind="groups")]),
     ("refused_late", Setup(), [lambda t: t.refused(kind="fragments")]),
 ]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "setup", "program"), FOUND, ids=[f"{name or 'right'}-{setup.plan}" for name, setup, _ in FOUND]
-)
-def test_it_is_found(name, setup, program, monkeypatch, request):
-    for each in set(name.split()) & set(OPEN):
-        request.applymarker(pytest.mark.xfail(reason=OPEN[each], strict=True, raises=AssertionError))
-        monkeypatch.delitem(OPEN, each)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("name", "setup", "program"), FOUND, ids=[f"{name}-{setup.plan}" for name, setup, _ in FOUND])
+def test_it_is_right_now(name, setup, program):
     training = Training()
     try:
         training.attach(setup=setup)

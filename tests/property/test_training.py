@@ -22,7 +22,7 @@ COMMON = settings(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_trainings_of_random_features_hold_all_promises():
-    run_state_machine_as_test(Training, settings=settings(COMMON, max_examples=100, derandomize=True))
+    run_state_machine_as_test(Training, settings=settings(COMMON, max_examples=40, derandomize=True))
 
 
 @pytest.mark.nightly
@@ -31,6 +31,4 @@ def test_fresh_trainings_every_night():
     number = random.SystemRandom().randrange(1 << 32)
     print(f"seed {number}")  # noqa: T201
     fresh = seed(number)(type("Fresh", (Training,), {}))
-    run_state_machine_as_test(
-        fresh, settings=settings(COMMON, max_examples=1000, phases=(Phase.generate, Phase.shrink))
-    )
+    run_state_machine_as_test(fresh, settings=settings(COMMON, max_examples=500, phases=(Phase.generate, Phase.shrink)))

@@ -22,6 +22,9 @@ from tests.property.wire import Wire
 
 Tree = dict[str, Any]
 
+TIMEOUT_S = 30.0
+"""How long a worker waits for the others; `pool.LIMIT_S` is longer."""
+
 
 @dataclass
 class Report:
@@ -84,7 +87,8 @@ class Trainer:
     def _attach(self, plan: str) -> None:
         self._ddp_before = self._ddp_sequence()
         self.wire.sent, self.wire.collectives = 0.0, 0
-        self.session = laconic.attach(PLANS[plan].plan, self.model, self.optimizers, timeout_s=8)
+        scaler = self.scaler if self.setup.amp else None
+        self.session = laconic.attach(PLANS[plan].plan, self.model, self.optimizers, timeout_s=TIMEOUT_S, scaler=scaler)
         self.handles = [each.register_step_pre_hook(self._note_delivered) for each in self.optimizers]
 
     def detach(self) -> None:
@@ -177,6 +181,15 @@ class Trainer:
         self.setup = replace(self.setup, plan=plan)
         return self.report()
 
+    def change_refused(self, plan: str) -> str:
+        """Try to go on under another plan; return what the refusal says."""
+        assert self.session is not None
+        try:
+            self.session.change(PLANS[plan].plan)
+        except ValueError as error:
+            return str(error)
+        return ""
+
     def average_weights(self) -> Report:
         """Average the weights between two synchronisations."""
         assert self.session is not None
@@ -231,7 +244,7 @@ class Trainer:
             plan = laconic.streaming_diloco(period=50, fragments=40)
         error = ""
         try:
-            laconic.attach(plan, net, optimizer, timeout_s=8).detach()
+            laconic.attach(plan, net, optimizer, timeout_s=TIMEOUT_S).detach()
         except Exception as raised:
             error = type(raised).__name__
         loss_of(net, 0, self.worker, 0, 0, False, torch.float32).backward()
@@ -247,7 +260,7 @@ class Trainer:
             {name: p.detach().clone() for name, p in self.net.named_parameters()},
             {name: b.detach().clone() for name, b in self.net.named_buffers()},
             self.delivered,
-            {name: t.clone() for name, t in _residuals(session.state_dict()["state"]).items()},
+            self._residuals(session.state_dict()["state"]),
             session.step,
             session.synced,
             session.in_flight,
@@ -256,6 +269,13 @@ class Trainer:
             self.wire.collectives,
             self._ddp_sequence() - self._ddp_before,
         )
+
+    def _residuals(self, state: Tree) -> dict[str, Tensor]:
+        """Return the residuals by parameter, without the loss scale, which those of a DDP model contain."""
+        scale = state.get("loss_scale", {}).get("scale", 1.0)
+        found = {name: t / scale for name, t in _residuals(state).items()}
+        pairs = [name for name in found if self.net.get_parameter(name).is_complex()]
+        return found | {name: torch.view_as_complex(found[name]) for name in pairs}
 
     def _ddp_sequence(self) -> int:
         group: Any = dist.group.WORLD

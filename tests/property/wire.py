@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Wire:
-    """Counts the bytes that one worker sends, by the formulas of ring collectives."""
+    """Counts the bytes that one worker sends, by the formulas of ring collectives and of gloo's broadcast."""
 
     def __init__(self) -> None:
         self.sent = 0.0
@@ -43,8 +43,13 @@ class Wire:
     def _all_gather(self, workers: int, me: int, out: list[Tensor], x: Tensor, *_: object) -> float:
         return (workers - 1) * x.nbytes
 
-    def _broadcast(self, workers: int, me: int, x: Tensor, *_: object) -> float:
-        return (workers - 1) / workers * x.nbytes  # in a ring, all but the last worker pass it on
+    def _broadcast(self, workers: int, me: int, x: Tensor, source: int, *_: object) -> float:
+        """In gloo's tree, all that have it pass it on: 1, then 2, then 4 workers, to as many others."""
+        place, have, sends = (me - source) % workers, 1, 0  # groups are aligned: `source` counts among all workers
+        while have < workers:
+            sends += place < have and place + have < workers
+            have *= 2
+        return sends * x.nbytes
 
     def _all_to_all_single(
         self, workers: int, me: int, out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int], *_: object
