@@ -105,12 +105,13 @@ class ModelState:
         buckets = [{name: tensors[name] for name in bucket} for bucket in split]
         queue.run_all([written(of_worker(bucket), bucket) for bucket in buckets], "control")
 
-    def sync_new(self, queue: CollectiveQueue) -> None:
+    def sync_new(self, queue: CollectiveQueue, among_all: bool) -> None:
         """Give every worker the first worker's values of parameters that came after `attach`."""
         if self.unsynced:
             new = {name: p for name, p in self.params.items() if name in self.unsynced}
             self.of_first_worker(queue, differences(queue, new))
-            self.unsynced.clear()  # the same on all workers
+            if among_all:
+                self.unsynced.clear()
 
     def mark_synced(self, names: Iterable[str]) -> None:
         """Note that these parameters are equal on all workers. Those that are frozen are not averaged any more."""

@@ -85,7 +85,7 @@ class ModulePath:
         held = {id(p) for each in optimizers for p in each.parameters()}
         here = sum(1 << i for i, p in enumerate(params.values()) if p.grad is not None and id(p) in held)
         headers = exchange_headers(queue, self._header(here, optimizers))
-        model_state.sync_new(queue)
+        model_state.sync_new(queue, among_all=queue is self._averager.levels.world)
         used = {  # the same on every worker. The others keep None, so that no optimizer moves them, and their residuals
             name: p for i, (name, p) in enumerate(params.items()) if id(p) in held and headers.with_gradient >> i & 1
         }
