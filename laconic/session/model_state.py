@@ -127,7 +127,7 @@ class ModelState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the codecs and of the outer step, without caches."""
         frozen = [name for name, p in self.originals.items() if not p.requires_grad]  # averaged once more
-        return {"state": _without_caches(self.state), "frozen": frozen}
+        return {"state": _without_caches(self.state)} | ({"frozen": frozen} if frozen else {})
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
