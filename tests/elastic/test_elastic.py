@@ -67,6 +67,7 @@ def test_the_others_continue_when_one_is_killed(tmp_path, victim):
         assert cluster.commits()[-1][2] == rest
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_comes_back(tmp_path):
     with Cluster(job(tmp_path, expect=3)) as cluster:
         cluster.start("0", "1", "2")

@@ -132,6 +132,7 @@ def check_against_replay(agents: Agents, finals: int) -> None:
         assert torch.equal(torch.tensor(final["final"], dtype=torch.float64), expected)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_restarted_and_continues_from_the_last_commit(tmp_path):
     with Agents(tmp_path / "logs", workers_each=2, nodes="1") as agents:
         agents.start("a")

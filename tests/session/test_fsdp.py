@@ -106,6 +106,7 @@ def _all_gradients(worker: int) -> dict[str, dict[str, list[Tensor]]]:
     return {label: _gradients(worker, label) for label in _settings()}
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_native_hsdp_in_every_setting():
     for settings in run_workers(_all_gradients, 4):
         for label, seen in settings.items():

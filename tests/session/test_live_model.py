@@ -342,7 +342,10 @@ def test_refusals(job: Callable[[int], None]):
     run_workers(job, 2)
 
 
-@pytest.mark.parametrize("option", ["nonfinite", "verify_every", "class", "order"])
+@pytest.mark.parametrize(
+    "option",
+    ["nonfinite", "order", *(pytest.param(each, marks=pytest.mark.slow) for each in ("verify_every", "class"))],
+)
 def test_what_changes_the_exchange_must_be_the_same_on_all_workers(option):
     one, other = run_workers(_disagree, 2, (option,))
     assert one == other
