@@ -387,7 +387,7 @@ def _resume(worker: int, text: str, bucket_mb: float) -> tuple[Tensor, Tensor]:
     return whole, weights(module)
 
 
-@pytest.mark.parametrize("bucket_mb", [0.01, 25.0])
+@pytest.mark.parametrize("bucket_mb", [0.01, pytest.param(25.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", PLANS[1:])
 def test_resume_is_bit_exact_also_with_other_buckets(text, bucket_mb):
     for whole, resumed in run_workers(_resume, 2, (text, bucket_mb)):

@@ -41,7 +41,9 @@ def _uneven(worker: int, text: str | None, bad: bool = False) -> tuple[Tensor, i
     return weights(module), session.step if session else 11, said
 
 
-@pytest.mark.parametrize("text", ["ddp()", "power_sgd(rank=1, min_compression=0, start=6)"])
+@pytest.mark.parametrize(
+    "text", ["ddp()", pytest.param("power_sgd(rank=1, min_compression=0, start=6)", marks=pytest.mark.slow)]
+)
 def test_workers_may_run_out_of_data(text):
     results = run_workers(_uneven, 3, (text,))
     assert_equal_bits([result for result, _, _ in results])
@@ -69,7 +71,9 @@ def _local(worker: int, text: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("text", ["post_local_sgd(period=4)", "diloco(period=4, start=9)"])
+@pytest.mark.parametrize(
+    "text", ["post_local_sgd(period=4)", pytest.param("diloco(period=4, start=9)", marks=pytest.mark.slow)]
+)
 def test_plans_that_average_weights_are_refused_inside_join(text):
     for said in run_workers(_local, 2, (text,)):
         assert said.startswith(f"{text} inside DDP's join(): a worker that has run out of data takes no part")

@@ -60,7 +60,9 @@ def _both(worker: int, text: str, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     return plain, whole, second.steps(9, 12)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "bare", "unscale_"])
+@pytest.mark.parametrize(
+    "kind", ["ddp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bare", "unscale_"))]
+)
 def test_a_loss_scale_that_grows_changes_nothing(kind):
     # Scales are powers of two: where the codec rounds relative to each number, the bits are those without a scaler.
     for text, tolerance in ((CAST, 0.0), ("power_sgd(rank=1)", 1e-4)):

@@ -44,7 +44,9 @@ def _gradients(worker: int, text: str, wrapped: bool, policy: str) -> tuple[list
 @pytest.mark.parametrize(
     "text", ["ddp()", "power_sgd(rank=1)", pytest.param("power_sgd(rank=2, rounds='two')", marks=pytest.mark.nightly)]
 )
-@pytest.mark.parametrize("policy", ["skip", "exclude", "raise"])
+@pytest.mark.parametrize(
+    "policy", ["skip", *(pytest.param(each, marks=pytest.mark.slow) for each in ("exclude", "raise"))]
+)
 def test_one_bad_gradient(text, wrapped, policy):
     results = run_workers(_gradients, 3, (text, wrapped, policy))
     for step in range(7):

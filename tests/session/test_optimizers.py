@@ -149,7 +149,7 @@ def _game_alone(order: str, workers: int, early: bool) -> Tensor:
     return weights(game)
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("order", "given"),
     [("mc", "cm"), pytest.param("cm", "cm", marks=pytest.mark.slow), pytest.param("cm", "mc", marks=pytest.mark.slow)],
