@@ -92,6 +92,18 @@ def _collect(processes: list[Any], pipes: list[Connection], timeout_s: float) ->
     return [results[worker] for worker in range(len(processes))]
 
 
+def join_group(worker: int, workers: int, store: str, timeout_s: float) -> None:
+    """Make this process a worker of a gloo group over loopback, whose store is a file."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=worker,
+        world_size=workers,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
 def _work(
     job: Callable[..., Any],
     worker: int,
@@ -108,13 +120,7 @@ def _work(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         if group:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{store}",
-                rank=worker,
-                world_size=workers,
-                timeout=datetime.timedelta(seconds=timeout_s),
-            )
+            join_group(worker, workers, store, timeout_s)
             # A job may end at once, and whoever is still connecting then finds the others gone.
             connected = PrefixStore("tests", dist.distributed_c10d._get_default_store())
             connected.set(str(worker), "")

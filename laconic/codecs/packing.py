@@ -4,7 +4,7 @@
     unpack(flat, like=tensors)      # views of it, with the names and shapes of `tensors`
 
 `pack` and `unpack` are inverses. `pack(..., alias=True)` does not copy tensors that are adjacent in memory, as the
-gradients of a DDP bucket are. `in_buckets`, `in_parts` and `cut` divide a model or a tensor by size.
+gradients of a DDP bucket are. `in_buckets`, `bucketed`, `in_parts` and `cut` divide a model or a tensor by size.
 """
 
 from __future__ import annotations
@@ -124,6 +124,11 @@ def in_buckets(tensors: Mapping[str, Tensor], cap_bytes: int = 25 << 20) -> list
         names.append(name)
         open_[t.dtype, t.device] = (names, filled + size)
     return buckets
+
+
+def bucketed(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Divide tensors into the buckets of `in_buckets`."""
+    return [{name: tensors[name] for name in names} for names in in_buckets(tensors)]
 
 
 def in_parts(tensors: Mapping[str, Tensor], parts: int) -> list[list[str]]:

@@ -107,7 +107,7 @@ class Anchor:
             return
         self._model_state.refresh()
         self.tensors = {name: self._copied(p) for name, p in self._model_state.params.items() if name in saved}
-        write({name: a for name, a in self.tensors.items() if name in saved}, saved)
+        write(self.tensors, saved)
 
     def _equals_weights(self) -> bool:
         assert self.tensors is not None

@@ -1,39 +1,39 @@
 """Buffers of DDP models: the first worker's on all, after each step in which all workers averaged gradients.
 
 DDP broadcasts buffers itself, before the next forward, on a group of its own: no timeout of ours applies to that wait,
-and its bytes are not in the ledger. So a session takes it over. NaN and Inf do not spread: the first worker says in its
-message whether its buffers are finite; if they are not, all take those of the first worker whose buffers are.
+and its bytes are not in the ledger. So a session takes it over. NaN and Inf do not spread: with its buffers, the first
+worker sends a flag, whether they are finite; if they are not, all take those of the first worker whose buffers are.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from laconic.codecs.packing import in_buckets, pack, unpack
+from laconic.codecs.packing import bucketed, pack, unpack
 from laconic.comm.averaging import write
 from laconic.comm.queue import CollectiveQueue
 from laconic.comm.requests import Averaged, Exchange, First, all_finite, true
+from laconic.session.model_state import ModelState, clean
 
 logger = logging.getLogger(__name__)
 
 
 class BufferSync:
-    """Gives all workers the buffers of one. `buffers` looks them up: modules may rebind theirs at any time."""
+    """Gives all workers the buffers of one, but for those that DDP was asked to ignore."""
 
-    def __init__(self, buffers: Callable[[], Mapping[str, Tensor]]) -> None:
-        self._buffers = buffers
-        # Such as masks with -inf. They differ from what went wrong in that they were so at the start.
-        self._nonfinite_by_design = {name for name, b in buffers().items() if not bool(b.isfinite().all())}
+    def __init__(self, model_state: ModelState, ignored: Collection[str]) -> None:
+        self._model_state = model_state
+        self._ignored = {f"buffer:{clean(name)}" for name in ignored}
         self._pending: tuple[Tensor, torch.cuda.Event] | None = None
         """On a GPU: whether the last broadcast was finite, read a step later, so that no step waits for it."""
 
     def sync(self, queue: CollectiveQueue, step: int) -> None:
         """Broadcast from the first worker. All workers call it after the same step."""
-        buckets = _buckets(self._buffers())
+        buckets = self._buckets()
         if queue.workers == 1 or not buckets:
             return
         if self._pending is not None:
@@ -61,7 +61,7 @@ class BufferSync:
             logger.warning("%s, and so have those of all others. All keep their own.", text)
 
     def _broadcast(self, queue: CollectiveQueue, buckets: Sequence[dict[str, Tensor]], worker: int) -> Tensor:
-        """Take the buffers of `worker`, unless it says that these are not finite; return what it says."""
+        """Take the buffers of `worker`, unless its flag is that they are not finite; return the flag."""
         flats = [pack(bucket) for bucket in buckets]
         finite = self._finite(buckets).reshape(1).to(queue.device)
 
@@ -83,11 +83,9 @@ class BufferSync:
 
     def _finite(self, buckets: Sequence[dict[str, Tensor]]) -> Tensor:
         each = {name: b for bucket in buckets for name, b in bucket.items() if b.is_floating_point()}
-        return all_finite({name: b for name, b in each.items() if name not in self._nonfinite_by_design})
+        return all_finite({name: b for name, b in each.items() if name not in self._model_state.nonfinite_by_design})
 
-
-def _buckets(buffers: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Group buffers by dtype and device; complex ones as pairs of real numbers."""
-    # `data`: as with DDP's own broadcast, a graph that still needs the old values is not told that they changed.
-    real = {name: torch.view_as_real(b.data) if b.is_complex() else b.data for name, b in buffers.items() if b.numel()}
-    return [{name: real[name] for name in names} for names in in_buckets(real)]
+    def _buckets(self) -> list[dict[str, Tensor]]:
+        # `data`: as with DDP's own broadcast, autograd does not count it as a change of what a graph has saved.
+        buffers = self._model_state.all_buffers
+        return bucketed({name: b.data for name, b in buffers.items() if b.numel() and name not in self._ignored})

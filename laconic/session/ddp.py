@@ -25,7 +25,7 @@ from laconic.plans.schedules import Level, Sync
 from laconic.session.bucket_queue import BucketQueue, BucketViews
 from laconic.session.buffers import BufferSync
 from laconic.session.grad_scaler import ScaledSteps
-from laconic.session.gradients import GradientAverager
+from laconic.session.gradients import GradientAverager, sparse_tables
 from laconic.session.model_state import local_of
 from laconic.session.stop import StepHeaders
 from laconic.torch_private.autograd import at_end_of_backward, backward_id
@@ -121,7 +121,7 @@ class DDPPath:
         self._queues: dict[Level, BucketQueue] = {}
         self._sync: Sync | None = None
         self._headers: PendingHeaders | None = None
-        self._buffer_sync = BufferSync(self._buffers)
+        self._buffer_sync = BufferSync(averager.model_state, ddp.parameters_to_ignore)
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph and averager.levels.workers > 1
         self._bitmap_bytes = 0
         self._sent: dict[str, Tensor] = {}
@@ -265,11 +265,6 @@ class DDPPath:
         if self._hook.broadcasts_buffers and not self.joining:
             self._buffer_sync.sync(self._averager.levels.world, self._step_headers.step)
 
-    def _buffers(self) -> dict[str, Tensor]:
-        ddp = self._ddp()
-        assert ddp is not None
-        return {name: b for name, b in ddp.module.named_buffers() if name not in ddp.parameters_to_ignore}
-
     def layout(self) -> dict[str, list[list[str]]]:
         """Return the names of the parameters of each exchange of the last backward, by level."""
         return {str(level): queue.layout for level, queue in self._queues.items()}
@@ -288,9 +283,8 @@ class DDPPath:
 
 def check_dense(ddp: DistributedDataParallel) -> None:
     """Refuse embeddings with sparse gradients."""
-    for name, module in ddp.module.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ValueError(SPARSE.format(f"{type(module).__name__} {name!r}"))
+    for name, table in sparse_tables(ddp.module).items():
+        raise ValueError(SPARSE.format(f"{type(table).__name__} {name!r}"))
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:

@@ -46,12 +46,12 @@ class ExtraState:
         everywhere = [name for name, share in zip(moments, here.tolist(), strict=True) if share == 1]
         if reset_others:
             self.reset_optimizers(moments.keys() - set(everywhere))
-        return {key: t for name in everywhere for key, t in moments[name].items()}
+        return flat({name: moments[name] for name in everywhere})
 
-    def equal_counters(self, names: Iterable[str], queue: CollectiveQueue) -> None:
-        """Set the counters that optimizers keep for these parameters, such as Adam's steps, to the largest."""
-        params = [self._model_state.originals[name] for name in names]
-        states = [optimizer.state.get(p, {}) for p in params if p.dim() for optimizer in self._optimizers]
+    def equal_counters(self, queue: CollectiveQueue) -> None:
+        """Set counters in the optimizers' state, such as Adam's steps, to the largest. Every worker has all of them."""
+        params = [p for p in self._model_state.originals.values() if p.dim()]
+        states = [optimizer.state.get(p, {}) for p in params for optimizer in self._optimizers]
         counters = [t for state in states for t in state.values() if isinstance(t, Tensor) and t.dim() == 0]
         if counters:
             rows = queue.gather(torch.tensor([float(t) for t in counters], dtype=torch.float64))
@@ -64,6 +64,11 @@ class ExtraState:
             for optimizer in self._optimizers:
                 if self._model_state.originals[name] in optimizer.state:
                     optimizer.state[self._model_state.originals[name]].clear()
+
+
+def flat(moments: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Join the moments of all parameters."""
+    return {key: t for each in moments.values() for key, t in each.items()}
 
 
 def _mean(x: Tensor) -> Exchange:

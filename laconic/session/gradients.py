@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from laconic.checks.finite import NonFiniteCheck
@@ -128,3 +128,9 @@ class GradientAverager:
         if self._scale is not None:
             self._scale.rescale()
         return (yield from written(codec.average(tensors, state, reuse=True), tensors))
+
+
+def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """Find the embeddings whose gradients are sparse, by name."""
+    tables = {name: m for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    return {name: table for name, table in tables.items() if table.sparse}

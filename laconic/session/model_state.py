@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from laconic.checks.agreement import Facts, parameter_facts
 from laconic.checks.divergence import differences
-from laconic.codecs.packing import in_buckets, pack, unpack
+from laconic.codecs.packing import bucketed, pack, unpack
 from laconic.comm.averaging import written
 from laconic.comm.queue import CollectiveQueue
 from laconic.comm.requests import Averaged, Exchange, First, State, true
@@ -58,20 +58,17 @@ class ModelState:
         """Drop all state."""
         self.state = {"gradient": {}, "weights": {}, "outer": {}}
 
-    def refresh(self) -> bool:
-        """Look the model up again; return whether anything has changed: a tensor, its memory, or what is trained."""
+    def refresh(self) -> None:
+        """Look the model up again, if a tensor, its memory, or what is trained has changed."""
         if self._sharded and self.originals:
             self.params = {name: local_of(p) for name, p in self.originals.items()}
-            return False
+            return
         params, buffers = tensors_of(self._model)
         seen = [(id(p), p.requires_grad, p.shape, _address(p)) for p in params]
         seen += [(id(b), False, b.shape, _address(b)) for b in buffers]
-        if seen == self._seen:
-            return False
-        self._seen = seen
-        trained = {id(p) for p in self.originals.values()} | {id(p) for p in params if p.requires_grad}
-        self._look_up(trained)
-        return True
+        if seen != self._seen:
+            self._seen = seen
+            self._look_up({id(p) for p in self.originals.values()} | {id(p) for p in params if p.requires_grad})
 
     def _look_up(self, trained: Collection[int]) -> None:
         before, devices = self.originals, self.devices
@@ -101,8 +98,7 @@ class ModelState:
     def of_first_worker(self, queue: CollectiveQueue, names: Iterable[str]) -> None:
         """Give every worker the first worker's tensors of these names."""
         tensors = self.everything()
-        split = in_buckets({name: tensors[name] for name in names})
-        buckets = [{name: tensors[name] for name in bucket} for bucket in split]
+        buckets = bucketed({name: tensors[name] for name in names})
         queue.run_all([written(of_worker(bucket), bucket) for bucket in buckets], "control")
 
     def sync_new(self, queue: CollectiveQueue, among_all: bool) -> None:

@@ -15,7 +15,7 @@ from laconic.codecs.packing import in_buckets
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Sync
 from laconic.session.grad_scaler import ScaledSteps
-from laconic.session.gradients import GradientAverager
+from laconic.session.gradients import GradientAverager, sparse_tables
 from laconic.session.model_state import local_of
 from laconic.session.stop import StepHeaders
 
@@ -111,8 +111,7 @@ class ModulePath:
         params = list(params)
         lookups: set[int] = set()
         if any(p.grad is None for p in params):
-            tables = [m for m in self._model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-            lookups = {id(table.weight) for table in tables if table.sparse}
+            lookups = {id(table.weight) for table in sparse_tables(self._model).values()}
         return [p for p in params if (p.grad.is_sparse if p.grad is not None else id(p) in lookups)]
 
     def _header(self, with_gradient: int, optimizers: Sequence[ScaledSteps]) -> Header:

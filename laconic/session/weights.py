@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from laconic.checks.finite import NonFinite, scale_without
 from laconic.checks.headers import exchange_headers
 from laconic.codecs import Codec, Exact
-from laconic.codecs.packing import in_buckets, in_parts
+from laconic.codecs.packing import bucketed, in_buckets, in_parts
 from laconic.comm.averaging import average_in_place, write
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
@@ -28,7 +28,7 @@ from laconic.comm.requests import Averaged, Exchange, all_finite, by_itself
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync
 from laconic.session.anchor import Anchor, Anchors
-from laconic.session.extra_state import ExtraState
+from laconic.session.extra_state import ExtraState, flat
 from laconic.session.model_state import ModelState, copied, of_worker, same_tensors
 from laconic.session.stop import StepHeaders
 
@@ -102,7 +102,7 @@ class WeightSync:
         first = sync.part in (None, 0)
         anchored = plan.needs_anchor and plan.is_outermost(sync)
         buffers, moments = self._extras.of(plan) if first else ({}, {})
-        extra = {**buffers, **{key: t for each in moments.values() for key, t in each.items()}}
+        extra = {**buffers, **flat(moments)}
         watched = extra | self.model_state.buffers if first and plan.buffers == "leader" else extra
         finite = self._exchange_headers(queue, extra, watched, headers, anchored)
         # Also other fragments, where one worker has lost them: NaN is in all of them after one more step.
@@ -117,7 +117,7 @@ class WeightSync:
             self.anchor.add(exact)
         names = [*deltas, *exact]
         if first and plan.buffers == "leader" and queue.workers > 1:
-            split = _split(self.model_state.all_buffers)
+            split = bucketed(self.model_state.all_buffers)
             self._run(queue, [_Job(of_worker(bucket, finite.index(True)), _writing(bucket)) for bucket in split])
         if plan.optimizer_state == "reset":
             self._extras.reset_optimizers(names)
@@ -176,14 +176,14 @@ class WeightSync:
     def average_all(self, headers: StepHeaders, optimizers: bool) -> None:
         """Average all weights and buffers exactly, whatever the plan, and the state of the optimizers if asked."""
         self.model_state.refresh()
-        buffers, moments = self.model_state.buffers, self._extras.moments() if optimizers else {}
-        extra = {**buffers, **{key: t for each in moments.values() for key, t in each.items()}}
-        self._exchange_headers(self.levels.world, extra, extra, headers, anchored=False)
-        common = self._extras.common(moments, self.levels.world)
-        self._average(self.levels.world, {**self.model_state.params, **buffers, **common})
-        shared = {name for name, each in moments.items() if each and common.keys() >= each.keys()}
-        self._extras.reset_optimizers(name for name in moments if name not in shared)
-        self._extras.equal_counters((name for name in moments if name in shared), self.levels.world)
+        world, buffers = self.levels.world, self.model_state.buffers
+        moments = self._extras.moments() if optimizers else {}
+        extra = {**buffers, **flat(moments)}
+        self._exchange_headers(world, extra, extra, headers, anchored=False)
+        common = self._extras.common(moments, world, reset_others=True)
+        self._average(world, {**self.model_state.params, **buffers, **common})
+        if optimizers:
+            self._extras.equal_counters(world)
         self.model_state.mark_synced(self.model_state.params)
 
     def forget(self) -> None:
@@ -210,7 +210,7 @@ class WeightSync:
         if self.commit == "streaming":
             average_in_place(queue, tensors, Payload.WEIGHTS)
         else:
-            jobs = [_Job(Exact(wide=True).average(bucket, {}), _writing(bucket)) for bucket in _split(tensors)]
+            jobs = [_Job(Exact(wide=True).average(bucket, {}), _writing(bucket)) for bucket in bucketed(tensors)]
             self._run(queue, jobs)
         if self._scale != 1 and tensors:
             torch._foreach_mul_(list(tensors.values()), self._scale)
@@ -294,7 +294,3 @@ def _scaled(mean: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
 
 def _writing(tensors: Mapping[str, Tensor]) -> Callable[[Averaged], None]:
     return lambda end: write(tensors, end.mean)
-
-
-def _split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    return [{name: tensors[name] for name in names} for names in in_buckets(tensors)]

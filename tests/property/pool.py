@@ -10,7 +10,6 @@ the next call starts new ones, so that one failing example cannot spoil the next
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 import multiprocessing
 import os
@@ -24,10 +23,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-import tests.workers  # noqa: F401  # what the fork server imports
 from tests.property.trainer import Trainer
+from tests.workers import join_group
 
 LIMIT_S = 60.0
 """How long one operation may take on all workers."""
@@ -115,14 +113,7 @@ def _serve(worker: int, workers: int, store: str, pipe: Connection) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     logging.getLogger("laconic").setLevel(logging.ERROR)  # warnings of NaN are what we ask for
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=worker,
-        world_size=workers,
-        timeout=datetime.timedelta(seconds=LIMIT_S),
-    )
+    join_group(worker, workers, store, LIMIT_S)
     trainer = Trainer(worker)
     reply = Reply(None)
     with contextlib.suppress(EOFError, ConnectionError):
