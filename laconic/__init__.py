@@ -9,7 +9,7 @@ with the mean (`outer`), and with whom (`topology`). The training loop stays as 
 """
 
 from laconic.checks.errors import DesyncError, DisagreementError, DivergedError, LostWorkerError, NonFiniteError
-from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.codecs import Batched, ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
 from laconic.cost import sent_bytes
 from laconic.ledger import Ledger
 from laconic.plans.methods import (
@@ -37,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Adopt",
     "Batched",
+    "ByName",
     "ByShape",
     "Cast",
     "Codec",
@@ -58,9 +59,12 @@ __all__ = [
     "PlanError",
     "PostLocal",
     "Quadratic",
+    "Quantized",
     "Session",
+    "Sign",
     "StepObserver",
     "Streaming",
+    "TopK",
     "World",
     "attach",
     "ddp",

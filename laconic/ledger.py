@@ -23,6 +23,7 @@ def wire_bytes(op: str, payload: int, workers: int, distance: int = 0) -> int:
     """Return the bytes that one worker sends.
 
     A ring all_reduce sends 2(p−1)/p of the payload: each byte twice, except the worker's own share.
+    An all_to_all sends all but the worker's own share, (p−1)/p of the payload.
     An all_gather sends p−1 payloads: each worker forwards the part of every other.
     A broadcast sends p−1 payloads in all, along gloo's binomial tree: the worker at `distance` d from its source sends
     one to each d + 2^i with 2^i > d. The source sends log₂ p payloads, and half of the workers none.
@@ -34,6 +35,8 @@ def wire_bytes(op: str, payload: int, workers: int, distance: int = 0) -> int:
     """
     if op == "all_reduce":
         return 2 * (workers - 1) * payload // workers
+    if op == "all_to_all":
+        return (workers - 1) * payload // workers
     if op == "broadcast":
         return payload * sum(distance < 1 << i < workers - distance for i in range(workers.bit_length()))
     return (workers - 1) * payload

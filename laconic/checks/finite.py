@@ -21,7 +21,7 @@ from laconic.checks.errors import NonFiniteError
 from laconic.checks.outliers import names
 from laconic.codecs.packing import side_by_side
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Request, all_finite
+from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Rank, Request, all_finite
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +111,8 @@ class NonFiniteCheck:
             except StopIteration as stop:
                 end = stop.value
                 continue
-            if isinstance(request, Decide):
-                ok = request.ok.bool()
+            if isinstance(request, Decide | Rank):
+                ok = request.ok.bool() if isinstance(request, Decide) else ok
                 answer = yield request
                 continue
             x = request.x

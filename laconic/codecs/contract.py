@@ -68,3 +68,12 @@ def check_codec(what: str, codec: object) -> None:
     """Raise a TypeError if `codec` is not a codec. `what` is the call as the user wrote it."""
     if not isinstance(codec, Codec) or isinstance(codec, type):
         raise TypeError(f"{what}: {codec!r} is not a codec. Pass one, such as Exact() or LowRank(rank=4).")
+
+
+def check_rest(what: str, rest: Codec) -> None:
+    """Raise a ValueError unless `rest` accepts every shape."""
+    if not all(rest.accepts(torch.Size(shape)) for shape in ([], [2], [2, 2])):
+        raise ValueError(
+            f"{what}(rest={rest}): rest gets what the other codecs decline, so it must accept every shape, "
+            "as Exact() and Cast(...) do."
+        )

@@ -14,7 +14,7 @@ from laconic.codecs.low_rank import LowRank
 from laconic.codecs.low_rank_state import Factors
 from laconic.comm.requests import Averaged, Decide, Exchange, State, Tensors
 from laconic.kernels.choose import fast_feedback
-from laconic.values import as_code
+from laconic.values import as_code, is_number
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,6 +26,8 @@ class ErrorFeedback:
     then the residual also accumulates this worker's distance from the mean, without bound.
     Residuals are fp32 whatever the gradient's dtype. What the mean loses when it is rounded to fp16 or bf16 and cut to
     their range goes into the residual of every worker: what is delivered plus the residual is the truth.
+    With `decay` below 1, the residual is multiplied by it before each round, as in SparseLoCo (arXiv:2508.15706): what
+    is too old to be of use is forgotten.
 
     Until all exchanges of a step have ended, each holds the sums of its gradients and residuals in fp32, and the result
     of the codec inside. The fused paths (`laconic.kernels`) hold thin factors only.
@@ -33,6 +35,7 @@ class ErrorFeedback:
 
     codec: Codec
     subtract: Literal["own", "mean"] = "own"
+    decay: float = 1.0
 
     __repr__ = as_code
 
@@ -48,18 +51,26 @@ class ErrorFeedback:
                 f'ErrorFeedback(subtract={self.subtract!r}): it must be "own" (the paper\'s rule) or "mean" (torch\'s).'
             )
 
+        if not is_number(self.decay) or not 0 < self.decay <= 1:
+            raise ValueError(f"ErrorFeedback(decay={self.decay!r}): decay must be above 0 and at most 1.")
+
     def accepts(self, shape: torch.Size) -> bool:
         """Accept what the codec inside accepts."""
         return self.codec.accepts(shape)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it follows the paper's rule, which the fused paths compute."""
+        return self.subtract == "own" and self.decay == 1
+
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
         """Average `tensors` plus their residuals, and keep the new residuals."""
         residual, inner = feedback_state(state)
-        if reuse and self.subtract == "own" and isinstance(self.codec, LowRank):
+        if reuse and self.is_plain and isinstance(self.codec, LowRank):
             fast = fast_feedback(self.codec, tensors, residual, Factors(inner))
             if fast is not None:
                 return (yield from fast)
-        inputs = {name: _with_residual(t, residual.get(name)) for name, t in tensors.items()}
+        inputs = {name: _with_residual(t, residual.get(name), self.decay) for name, t in tensors.items()}
         end = yield from self.codec.average(inputs, inner)
         ok = end.finite() if end.decided else (yield Decide(end.finite()))
         mean = {name: narrowed(end.mean[name], t.dtype) for name, t in tensors.items()}
@@ -131,6 +142,6 @@ def has_feedback(codec: object) -> bool:
     return any(has_feedback(part) for part in parts)
 
 
-def _with_residual(t: Tensor, residual: Tensor | None) -> Tensor:
+def _with_residual(t: Tensor, residual: Tensor | None, decay: float) -> Tensor:
     wide = t.to(wide_dtype(t.dtype))
-    return wide.clone() if residual is None else wide + residual
+    return wide.clone() if residual is None else torch.add(wide, residual, alpha=decay)

@@ -8,7 +8,7 @@ turns and Q on odd turns: half the bytes and one round, as in the authors' curre
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -19,7 +19,9 @@ from laconic.codecs.contract import keep_if, narrowed, wide_dtype
 from laconic.codecs.low_rank_state import Factors
 from laconic.codecs.orthonormal import orthonormal_all
 from laconic.codecs.packing import aligned, pack, unpack
-from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Request, State, Tensors, all_finite, true
+from laconic.codecs.quantized import Quantized, check_bits
+from laconic.codecs.shards import Reduced, Reducing, reduce_in_shards
+from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Rank, Request, State, Tensors, all_finite, true
 from laconic.values import as_code, is_number, is_whole
 
 
@@ -30,6 +32,7 @@ class LowRank:
     An [m, n] matrix costs rank * (m + n) numbers instead of m * n, or half of that with `rounds="alternating"`.
     A tensor of more dimensions is treated as [first, all others]. The result is biased, so wrap it in `ErrorFeedback`.
     Matrices that would not shrink more than `min_compression` times are declined. All arithmetic is in fp32.
+    With `bits`, the factors travel in 8, 4 or 2 bits a number (`shards.py`): ranks and bits multiply.
     """
 
     rank: int
@@ -37,10 +40,12 @@ class LowRank:
     rounds: Literal["two", "alternating"] = "two"
     warm_start: bool = True
     seed: int = 0
+    bits: int | None = None
 
     __repr__ = as_code
 
     def __post_init__(self) -> None:
+        check_bits("LowRank", self.bits, (None, 8, 4, 2))
         _check_types(self.rank, self.min_compression, self.warm_start, self.seed)
         if self.rank < 1:
             raise ValueError(f"LowRank(rank={self.rank}): rank must be at least 1. To send all, use Exact().")
@@ -77,21 +82,22 @@ class LowRank:
         # On an accelerator, reading `ok` would wait for the device, so the turn always advances there.
         if ok.device.type != "cpu" or bool(ok):
             factors.advance(matrices)
-        return Averaged(_products(mean, tensors), lambda: _products(own, tensors), lambda: ok, decided=True)
+        return Averaged(_products(mean, tensors), lambda: _products(own(), tensors), lambda: ok, decided=True)
 
     def _two_rounds(self, matrices: dict[str, Tensor], factors: Factors) -> _Rounds:
         before = {name: self.first_q(name, m.shape, factors, m) for name, m in matrices.items()}
         q = orthonormal_all(before)
         own_p = {name: aligned(m) @ q[name] for name, m in matrices.items()}  # [rows, rank]
-        p = orthonormal_all(unpack((yield Mean(pack(own_p))), like=own_p))
+        p = orthonormal_all((yield from self.reduce(own_p, factors)).mean)
         own_q = {name: m.T @ p[name] for name, m in matrices.items()}  # [columns, rank]
-        q = unpack((yield Mean(pack(own_q))), like=own_q)
+        reduced = yield from self.reduce(own_q, factors)
+        q = reduced.mean
         ok = yield Decide(all_finite(q))
         if self.warm_start:
             factors.q.update(_usable(q, before, ok))
             zeros = {name: torch.zeros_like(x) for name, x in p.items()}
             factors.p.update(_usable(p, zeros | factors.p, ok))
-        return _pairs(p, q), _pairs(p, own_q), ok
+        return _pairs(p, q), lambda: _pairs(p, reduced.own()), ok
 
     def _one_round(self, matrices: dict[str, Tensor], factors: Factors) -> _Rounds:
         """Send P = M Q on even turns and Q = Mᵀ P on odd turns; all workers hold the other factor already."""
@@ -101,7 +107,8 @@ class LowRank:
         p = orthonormal_all({name: factors.p[name] for name in odd})
         own_p = {name: aligned(m) @ q[name] for name, m in even.items()}  # [rows, rank]
         own_q = {name: m.T @ p[name] for name, m in odd.items()}  # [columns, rank]
-        mean = unpack((yield Mean(pack(own_p | own_q))), like=own_p | own_q)
+        reduced = yield from self.reduce(own_p | own_q, factors)
+        mean = reduced.mean
         ok = yield Decide(all_finite(mean))
         mean_p = {name: mean[name] for name in even}
         mean_q = {name: mean[name] for name in odd}
@@ -110,7 +117,23 @@ class LowRank:
         factors.q.update(_usable(mean_q, factors.q, ok))
         first = {name: x for name, x in q.items() if name not in factors.q}
         factors.q.update(first if ok.device.type != "cpu" or bool(ok) else {})
-        return _pairs(mean_p | p, q | mean_q), _pairs(own_p | p, q | own_q), ok
+
+        def own() -> _Pairs:
+            sent = reduced.own()
+            return _pairs({n: sent[n] for n in even} | p, q | {n: sent[n] for n in odd})
+
+        return _pairs(mean_p | p, q | mean_q), own, ok
+
+    def reduce(self, own: dict[str, Tensor], factors: Factors) -> Reducing:
+        """Average thin factors [rows or columns, rank] over all workers, in few bits if `bits` says so."""
+        if self.bits is None:
+            mean = unpack((yield Mean(pack(own))), like=own)
+            return Reduced(mean, lambda: own)
+        # Transposed, so that the numbers of a block belong to one column: columns differ in size.
+        turned = {name: x.T.contiguous() for name, x in own.items()}
+        reduced = yield from reduce_in_shards(turned, Quantized(self.bits), factors.state)
+        back = {name: x.T.contiguous() for name, x in reduced.mean.items()}
+        return Reduced(back, lambda: {name: x.T for name, x in reduced.own().items()})
 
     def first_q(self, name: str, shape: torch.Size, factors: Factors, like: Tensor) -> Tensor:
         """Return the Q to start from, [columns, rank]: the last one, or a random one, equal on all workers."""
@@ -141,7 +164,7 @@ def _check_types(rank: object, min_compression: object, warm_start: object, seed
 
 
 _Pairs: TypeAlias = dict[str, tuple[Tensor, Tensor]]
-_Rounds: TypeAlias = Generator[Request | Decide, Tensor, tuple[_Pairs, _Pairs, Tensor]]
+_Rounds: TypeAlias = Generator[Request | Decide | Rank, Tensor, tuple[_Pairs, Callable[[], _Pairs], Tensor]]
 
 
 def _matrix(codec: LowRank, name: str, t: Tensor) -> Tensor:

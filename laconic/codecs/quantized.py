@@ -1,74 +1,110 @@
-"""Eight bits for each number, as torch's quantization hooks send."""
+"""Quantized: every number in 8, 4, 2 or 1 bits; Sign: its sign alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from laconic.codecs.contract import accept_every_shape
-from laconic.codecs.packing import pack, unpack
-from laconic.comm.requests import Averaged, Exchange, Gather, State, Tensors, all_finite, true
-from laconic.values import as_code
+from laconic.codecs import few_bits
+from laconic.codecs.contract import accept_every_shape, narrowed, wide_dtype
+from laconic.codecs.shards import Rows, reduce_in_shards
+from laconic.comm.requests import Averaged, Decide, Exchange, State, Tensors, all_finite
+from laconic.values import as_code, is_whole
+
+BITS = (8, 4, 2, 1)
 
 
 @dataclass(frozen=True, repr=False)
 class Quantized:
-    """Quantizes every number to 8 bits between the minimum and maximum of its block; all_gather, then mean in fp32.
+    """Sends every number in `bits` bits, and a scale of 16 bits for each `block` of numbers.
 
-    A block is `block` consecutive numbers, or the whole bucket for None. Its scale and zero point are sent in the same
-    message. Zero is represented exactly. all_gather sends (workers − 1) messages: beyond 8 workers, an all_reduce in
-    bf16 sends less.
+    Bytes are bits / 32 of those of `Exact`, and 2 for each block, for any number of workers (`shards.py`). The result
+    is biased, or with stochastic rounding noisy: wrap it in `ErrorFeedback`. A block never spans two tensors.
+
+    >>> Quantized(bits=4)
+    Quantized(bits=4)
     """
 
-    block: int | None = 512
+    bits: int
+    block: int = 128
+    rounding: Literal["nearest", "stochastic"] = "nearest"
 
     __repr__ = as_code
     accepts = accept_every_shape
 
     def __post_init__(self) -> None:
-        if self.block is not None and self.block < 1:
-            raise ValueError(f"Quantized(block={self.block}): a block has at least 1 number. For one block, use None.")
+        check_bits("Quantized", self.bits, BITS)
+        if not is_whole(self.block) or self.block % 8:
+            raise ValueError(
+                f"Quantized(block={self.block!r}): a block is a whole number of bytes for any bits: "
+                "a multiple of 8 numbers, such as 128."
+            )
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f'Quantized(rounding={self.rounding!r}): it must be "nearest" or "stochastic".')
+
+    @property
+    def row(self) -> int:
+        """The numbers that share a scale."""
+        return self.block
+
+    def encode(self, rows: Tensor, counts: Tensor | None, keys: Tensor | None) -> Tensor:
+        """Encode rows of numbers as messages."""
+        noise = None if keys is None else few_bits.uniform_noise(keys, self.block)
+        return few_bits.encode(rows, self.bits, counts, noise)
+
+    def decode(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
+        """Decode messages into rows of numbers."""
+        return few_bits.decode(messages, self.bits, self.block, dtype)
 
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
-        """Gather every worker's message and average the decoded numbers."""
-        flat = pack(tensors)
-        if not flat.numel():
-            return Averaged({name: t.clone() for name, t in tensors.items()}, lambda: dict(tensors), true)
-        message = self._encode(flat)
-        messages = yield Gather(message)
-        parts = [self._decode(each, flat) for each in messages]
-        mean = parts[0] + torch.stack([part - parts[0] for part in parts]).mean(0)  # equal inputs stay bit-equal
+        """Average `tensors` in few bits."""
+        turns: dict[str, int] = state.get("turn", {})
+        turn = max((turns.get(name, 0) for name in tensors), default=0) if self.rounding == "stochastic" else None
+        end = yield from averaged_in_rows(self, tensors, state, turn)
+        if turn is None:
+            return end
+        ok = yield Decide(end.finite())
+        if ok.device.type != "cpu" or bool(ok):  # on an accelerator, to read it would wait for the device
+            state.setdefault("turn", {}).update(dict.fromkeys(tensors, turn + 1))
+        return Averaged(end.mean, end.own, lambda: ok, decided=True)
 
-        def shaped(x: Tensor) -> dict[str, Tensor]:
-            return {name: t.to(tensors[name].dtype) for name, t in unpack(x, like=tensors).items()}
 
-        return Averaged(shaped(mean), lambda: shaped(self._decode(message, flat)), lambda: all_finite({"": mean}))
+@dataclass(frozen=True, repr=False)
+class Sign:
+    """Sends the sign of every number, and the mean magnitude of each `block`: 1 bit, as in EF-signSGD (1901.09847)."""
 
-    def _encode(self, flat: Tensor) -> Tensor:
-        """Return one uint8 message: scale and zero point of each block, then the codes."""
-        rows = self._rows(flat.float())  # [blocks, block]
-        low = rows.amin(1).clamp(max=0.0)
-        high = rows.amax(1).clamp(min=0.0)
-        scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).tiny)
-        zero = (-low / scale).round()
-        codes = (rows / scale[:, None] + zero[:, None]).round().clamp(0, 255).to(torch.uint8)
-        ends = torch.stack([scale, zero]).view(torch.uint8)
-        return torch.cat([ends.reshape(-1), codes.reshape(-1)])
+    block: int = 4096
 
-    def _decode(self, message: Tensor, like: Tensor) -> Tensor:
-        blocks = self._blocks(like.numel())
-        ends = message[: 8 * blocks].clone().view(torch.float32).view(2, blocks)
-        codes = message[8 * blocks :].view(blocks, -1)
-        return ((codes.float() - ends[1][:, None]) * ends[0][:, None]).reshape(-1)[: like.numel()]
+    __repr__ = as_code
+    accepts = accept_every_shape
 
-    def _rows(self, flat: Tensor) -> Tensor:
-        blocks = self._blocks(flat.numel())
-        width = flat.numel() if self.block is None else self.block
-        padded = flat.new_zeros(blocks * width)
-        padded[: flat.numel()] = flat
-        return padded.view(blocks, width)
+    def __post_init__(self) -> None:
+        if not is_whole(self.block) or self.block % 8:
+            raise ValueError(f"Sign(block={self.block!r}): a block is a multiple of 8 numbers, such as 4096.")
 
-    def _blocks(self, numel: int) -> int:
-        return 1 if self.block is None else -(-numel // self.block)
+    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+        """Average the signs of `tensors`, scaled, and send the sign of that."""
+        return Quantized(1, self.block).average(tensors, state, reuse=reuse)
+
+
+def check_bits(what: str, bits: object, allowed: tuple[int | None, ...]) -> None:
+    """Raise a ValueError unless `bits` is one of `allowed`."""
+    if bits not in allowed or isinstance(bits, bool):
+        shown = ", ".join(str(each) for each in allowed)
+        raise ValueError(f"{what}(bits={bits!r}): bits must be one of {shown}. To send all bits, use Exact().")
+
+
+def averaged_in_rows(codec: Rows, tensors: Tensors, state: State, turn: int | None = None) -> Exchange:
+    """Average tensors of any dtype through `reduce_in_shards`."""
+    wide = {name: t.to(wide_dtype(t.dtype)) for name, t in tensors.items() if t.numel()}
+    reduced = yield from reduce_in_shards(wide, codec, state, turn)
+
+    def shaped(found: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: narrowed(found[name], t.dtype) if t.numel() else t.clone() for name, t in tensors.items()}
+
+    mean = {name: t.clone() if t is tensors[name] else t for name, t in shaped(reduced.mean).items()}
+    finite = reduced.mean  # which is fp32: the narrow dtype may overflow
+    return Averaged(mean, lambda: shaped(reduced.own()), lambda: all_finite(finite))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.comm.requests import First, Gather, Request
+from laconic.comm.requests import AllToAll, First, Gather, Request
 
 Group = dist.ProcessGroup
 
@@ -26,11 +26,13 @@ def launch(request: Request, group: Group | None) -> Generator[Any, None, Tensor
     """Launch the collectives that serve `request`, yield the handle of each, and return the result."""
     workers = 1 if group is None else group.size()
     if workers == 1:
-        return request.x[None] if isinstance(request, Gather) else request.x
+        return request.x[None] if isinstance(request, Gather | AllToAll) else request.x
     if isinstance(request, Gather):
         out = request.x.new_empty((workers, *request.x.shape))
         yield dist.all_gather(list(out.unbind()), request.x.contiguous(), group=group, async_op=True)
         return out
+    if isinstance(request, AllToAll):
+        return (yield from _all_to_all(request, group))
     if isinstance(request, First):
         sent = request.x.contiguous()
         assert group is not None
@@ -42,6 +44,15 @@ def launch(request: Request, group: Group | None) -> Generator[Any, None, Tensor
     x.div_(workers)
     yield dist.all_reduce(x, group=group, async_op=True)
     return x
+
+
+def _all_to_all(request: AllToAll, group: Group | None) -> Generator[Any, None, Tensor]:
+    rows, mine = request.rows, request.rows[dist.get_rank(group)]
+    received = request.x.new_empty((len(rows) * mine, *request.x.shape[1:]))
+    yield dist.all_to_all_single(
+        received, request.x.contiguous(), [mine] * len(rows), list(rows), group=group, async_op=True
+    )
+    return received.view(len(rows), mine, *request.x.shape[1:])
 
 
 def sums_exactly(dtype: torch.dtype, workers: int) -> bool:

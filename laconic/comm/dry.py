@@ -6,7 +6,17 @@ for bytes that could differ from the real ones.
 
 from __future__ import annotations
 
-from laconic.comm.requests import Averaged, Exchange, Gather, by_itself, operation, payload_bytes
+from laconic.comm.requests import (
+    AllToAll,
+    Averaged,
+    Exchange,
+    Gather,
+    Rank,
+    by_itself,
+    operation,
+    payload_bytes,
+    rank_of,
+)
 from laconic.ledger import Ledger
 
 
@@ -16,9 +26,13 @@ def dry(exchange: Exchange, ledger: Ledger, workers: int, phase: str = "plan") -
     try:
         request = next(sending)
         for round_ in range(1, 1_000_000):
+            while isinstance(request, Rank):
+                request = sending.send(rank_of(0, workers))
             ledger.record(operation(request), payload_bytes(request), workers, phase=phase, round_=round_)
             if isinstance(request, Gather):
                 request = sending.send(request.x.new_empty((workers, *request.x.shape)))
+            elif isinstance(request, AllToAll):
+                request = sending.send(request.x.new_empty((workers, request.rows[0], *request.x.shape[1:])))
             else:
                 request = sending.send(request.x)
     except StopIteration as stop:

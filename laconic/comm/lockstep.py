@@ -14,16 +14,19 @@ from torch import Tensor
 
 from laconic.checks.errors import DesyncError
 from laconic.comm.requests import (
+    AllToAll,
     Averaged,
     Decide,
     Exchange,
     First,
     Mean,
+    Rank,
     Request,
     all_true,
     describe,
     operation,
     payload_bytes,
+    rank_of,
     true,
 )
 from laconic.ledger import Ledger
@@ -40,7 +43,10 @@ def lockstep(exchanges: Sequence[Exchange], ledger: Ledger | None = None, phase:
     round_ = 0
     while True:
         round_ += 1
-        requests = [_advance(exchange, answer) for exchange, answer in zip(exchanges, answers, strict=True)]
+        requests = [
+            _placed(exchange, answer, worker, len(exchanges))
+            for worker, (exchange, answer) in enumerate(zip(exchanges, answers, strict=True))
+        ]
         _check_same(requests, round_)
         pending = [request for request in requests if not isinstance(request, Averaged)]
         if not pending:
@@ -48,7 +54,7 @@ def lockstep(exchanges: Sequence[Exchange], ledger: Ledger | None = None, phase:
         first = pending[0]
         if ledger is not None and not isinstance(first, Decide):
             ledger.record(operation(first), payload_bytes(first), len(exchanges), phase=phase, round_=round_)
-        answers = list(_serve(pending))
+        answers = list(serve(pending))
 
 
 def in_turn(exchanges: Sequence[Exchange]) -> Exchange:
@@ -77,7 +83,15 @@ def in_turn(exchanges: Sequence[Exchange]) -> Exchange:
     return Averaged(mean, lambda: {name: t for each in own for name, t in each().items()}, lambda: verdict, True)
 
 
-def _advance(exchange: Exchange, answer: Tensor | None) -> Request | Decide | Averaged:
+def _placed(exchange: Exchange, answer: Tensor | None, worker: int, workers: int) -> Request | Decide | Averaged:
+    """Advance an exchange to the next request that the others take part in."""
+    request = _advance(exchange, answer)
+    while isinstance(request, Rank):
+        request = _advance(exchange, rank_of(worker, workers))
+    return request
+
+
+def _advance(exchange: Exchange, answer: Tensor | None) -> Request | Decide | Rank | Averaged:
     try:
         return next(exchange) if answer is None else exchange.send(answer)
     except StopIteration as stop:
@@ -85,11 +99,15 @@ def _advance(exchange: Exchange, answer: Tensor | None) -> Request | Decide | Av
         return result
 
 
-def _serve(requests: Sequence[Request | Decide]) -> list[Tensor]:
+def serve(requests: Sequence[Request | Decide]) -> list[Tensor]:
+    """Return the results of the same request of every worker."""
     first = requests[0]
     if isinstance(first, Decide):
         verdict = all_true([request.ok for request in requests if isinstance(request, Decide)])
         return [verdict] * len(requests)
+    if isinstance(first, AllToAll):
+        parts = [request.x.split(request.rows) for request in requests if isinstance(request, AllToAll)]
+        return [torch.stack(rows) for rows in zip(*parts, strict=True)]
     xs = torch.stack([request.x for request in requests if not isinstance(request, Decide)])
     answer = _mean(xs) if isinstance(first, Mean) else xs[first.worker] if isinstance(first, First) else xs
     return [answer.clone() for _ in requests]
@@ -121,6 +139,8 @@ def _shown(request: Request | Decide | Averaged) -> str:
     if isinstance(request, Decide):
         return "Decide"
     how = ", summed wide" if isinstance(request, Mean) and request.wide else ""
+    if isinstance(request, AllToAll):
+        how = f" in {list(request.rows)} rows"
     if isinstance(request, First):
         how = f" from worker {request.worker}"
     return f"{describe(request)} in {request.x.dtype}{how}"

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from laconic.comm.collectives import Group, launch
-from laconic.comm.requests import Averaged, Decide, Exchange, gather
+from laconic.comm.requests import Averaged, Decide, Exchange, Rank, gather, rank_of
 from laconic.comm.running import Batch, OwnStream, Running, decide, new_future, resolved, wait_for
 from laconic.comm.thread import EndThread, Flush, Items, end_thread, leave_thread
 from laconic.comm.timeout import CollectiveTimeout
@@ -59,7 +59,7 @@ class CollectiveQueue:
         self.ledger = ledger
         self.level = level
         self.group = group
-        self.workers = 1 if group is None else group.size()
+        self.rank, self.workers = (0, 1) if group is None else (group.rank(), group.size())
         by_stream = group is not None and ordered_by_stream(group, device)
         self.device = torch.device("cuda" if by_stream else "cpu")
         """Where small tensors of our own must be: headers, digests."""
@@ -250,10 +250,12 @@ class CollectiveQueue:
                 except StopIteration as stop:
                     result = stop.value
                 if running.work is not None:
-                    self._record(running)
+                    running.record(self.ledger, self.rank, self.workers, self.level)
             try:
                 # The first send starts the generator: it must be None, whatever the annotation says.
                 request = running.exchange.send(result)  # type: ignore[arg-type]
+                while isinstance(request, Rank):
+                    request = running.exchange.send(rank_of(self.rank, self.workers))
             except StopIteration as stop:
                 self._end(running, stop.value)
                 return
@@ -277,10 +279,6 @@ class CollectiveQueue:
         else:
             what = f"step {running.step}, {running.phase} among {self.workers} workers ({self.level})"
             self.timeout.wait(running.work, what)
-
-    def _record(self, running: Running) -> None:
-        assert self.group is not None
-        running.record(self.ledger, self.group.rank(), self.workers, self.level)
 
 
 def _serve(collectives: weakref.ref[CollectiveQueue], items: Items) -> None:

@@ -42,11 +42,28 @@ class Gather:
 
 
 @dataclass(frozen=True, eq=False)
+class AllToAll:
+    """Every worker's rows for this worker: [workers, rows for this worker, *x.shape[1:]].
+
+    `x` holds `rows[0]` rows for the first worker, then `rows[1]` for the second, and so on. All workers give the same
+    `rows`.
+    """
+
+    x: Tensor
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class First:
     """One worker's `x`, on all workers: that of the first, or of `worker`. The result may reuse the memory of `x`."""
 
     x: Tensor
     worker: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """Which worker this is, and how many there are, as a tensor of two numbers on the CPU. Nothing is sent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +78,15 @@ class Decide:
     ok: Tensor
 
 
-Request: TypeAlias = Mean | Gather | First
+Request: TypeAlias = Mean | Gather | AllToAll | First
 """What is sent to other workers."""
 
-_OPERATIONS: dict[type[Request], str] = {Mean: "all_reduce", Gather: "all_gather", First: "broadcast"}
+_OPERATIONS: dict[type[Request], str] = {
+    Mean: "all_reduce",
+    Gather: "all_gather",
+    AllToAll: "all_to_all",
+    First: "broadcast",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +105,7 @@ class Averaged:
     decided: bool = False
 
 
-Exchange: TypeAlias = Generator[Request | Decide, Tensor, Averaged]
+Exchange: TypeAlias = Generator[Request | Decide | Rank, Tensor, Averaged]
 
 
 def gather(x: Tensor) -> Exchange:
@@ -92,7 +114,12 @@ def gather(x: Tensor) -> Exchange:
     return Averaged({"": rows.cpu()}, dict, true)
 
 
-def by_itself(exchange: Exchange) -> Generator[Request, Tensor, Averaged]:
+def rank_of(worker: int, workers: int) -> Tensor:
+    """The answer to `Rank`."""
+    return torch.tensor([worker, workers])
+
+
+def by_itself(exchange: Exchange) -> Generator[Request | Rank, Tensor, Averaged]:
     """Run an exchange that keeps its state if its own result is finite, and takes no part in what others decide."""
     answer: Tensor | None = None
     while True:

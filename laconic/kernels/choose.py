@@ -98,7 +98,7 @@ def _can_fuse(codec: LowRank, tensors: Tensors, factors: Factors) -> bool:
 
 def _has_kernels(codec: LowRank, tensors: Tensors) -> bool:
     some = next(iter(tensors.values()))
-    if some.device.type != "cuda" or not _has_triton():
+    if some.device.type != "cuda" or codec.bits is not None or not _has_triton():
         return False
     smallest = min(min(t.shape[0], t.shape[1:].numel()) for t in tensors.values())
     return some.dtype in (torch.float32, torch.bfloat16, torch.float16) and codec.rank <= min(MAX_RANK, smallest)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from laconic.codecs.orthonormal import orthonormal_all
-from laconic.codecs.packing import aligned, pack, unpack
-from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Tensors, all_finite
+from laconic.codecs.packing import aligned
+from laconic.comm.requests import Averaged, Decide, Exchange, Tensors, all_finite
 from laconic.kernels.choose import own_is_in_residual
 
 if TYPE_CHECKING:
@@ -30,17 +30,18 @@ def dense_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor]
     m = {name: _matrix(t) for name, t in tensors.items()}
     if codec.rounds == "two":
         own_p = _products(m, _known(m, factors.q, codec, factors), of_q=False, add=e)
-        fixed = orthonormal_all(unpack((yield Mean(pack(own_p))), like=own_p))
+        fixed = orthonormal_all((yield from codec.reduce(own_p, factors)).mean)
         sends_q, own = True, _products(m, fixed, of_q=True)
     else:
         sends_q = factors.sends_q(next(iter(tensors)))
         fixed = _known(m, factors.p if sends_q else factors.q, codec, factors)
         own = _products(m, fixed, of_q=sends_q, add=e)
-    received = yield Mean(pack(own))
-    mean = unpack(received, like=own)
+    reduced = yield from codec.reduce(own, factors)
+    mean = reduced.mean
 
-    ok = yield Decide(all_finite({"": received}))
+    ok = yield Decide(all_finite(mean))
     keep = bool(ok)
+    own = reduced.own() if keep else {}
     for name in tensors:
         if keep:
             p, q = (fixed[name], own[name]) if sends_q else (own[name], fixed[name])

@@ -12,7 +12,7 @@ from dataclasses import fields
 from inspect import signature
 from typing import Literal, TypeAlias
 
-from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.codecs import Batched, ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
 from laconic.plans.outer import Adopt, Nesterov, Optim
 from laconic.plans.parse import PlanError, parse
 from laconic.plans.plan import Buffers, OptimizerState, Plan
@@ -179,7 +179,8 @@ _VOCABULARY: dict[str, Callable[..., object]] = {
     **{name: method for name, (method, _) in _METHODS.items()},
     **{kind.__name__: kind for kind in (Plan, Every, PostLocal, Nested, Quadratic, Streaming)},
     **{kind.__name__: kind for kind in (Adopt, Nesterov, Optim, World, Groups)},
-    **{kind.__name__: kind for kind in (Exact, Cast, LowRank, ErrorFeedback, ByShape, Batched)},
+    **{kind.__name__: kind for kind in (Exact, Cast, LowRank, Quantized, TopK, Sign)},
+    **{kind.__name__: kind for kind in (ErrorFeedback, ByShape, ByName, Batched)},
 }
 _ALWAYS_SHOWN = ("rank", "period", "fragments")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.codecs import Batched, ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
 from laconic.comm.requests import Averaged
 from tests.laws.world import World
 
@@ -25,6 +25,10 @@ QUICK: list[Codec] = [
     ByShape(ErrorFeedback(LowRank(rank=2, rounds="alternating")), rest=ErrorFeedback(Cast("fp16"))),
     ByShape(ErrorFeedback(LowRank(rank=2, rounds="alternating"), subtract="mean")),
     Batched(ErrorFeedback(LowRank(rank=1))),
+    Quantized(4),
+    ErrorFeedback(Quantized(2, block=8)),
+    ByShape(ErrorFeedback(LowRank(rank=2, bits=4)), rest=ErrorFeedback(Quantized(8))),
+    ByShape(ErrorFeedback(TopK(0.1, chunk=64, bits=2))),
 ]
 """One codec of each kind. The tests of all others are marked slow."""
 CODECS: list[Codec] = [
@@ -52,11 +56,32 @@ CODECS: list[Codec] = [
     ErrorFeedback(LowRank(rank=2), subtract="mean"),
     Batched(LowRank(rank=2)),
     ErrorFeedback(Batched(LowRank(rank=4, rounds="alternating"))),
+    Quantized(8),
+    Quantized(2),
+    Quantized(1),
+    Quantized(4, rounding="stochastic"),
+    Sign(),
+    ErrorFeedback(Quantized(8)),
+    ErrorFeedback(Quantized(4)),
+    ErrorFeedback(Quantized(1)),
+    ErrorFeedback(Quantized(4, block=16, rounding="stochastic")),
+    ErrorFeedback(Sign(block=64)),
+    ByShape(TopK(0.1, chunk=64)),
+    ByShape(LowRank(rank=2, bits=8)),
+    ByShape(ErrorFeedback(LowRank(rank=2, bits=2))),
+    ByShape(ErrorFeedback(LowRank(rank=2, bits=4, rounds="alternating"))),
+    ErrorFeedback(ByShape(TopK(0.1, chunk=64), rest=Quantized(4))),
+    ByName({"*.weight": ErrorFeedback(LowRank(rank=1)), "b*": Cast("bf16")}, rest=ErrorFeedback(Quantized(8))),
+    Batched(ErrorFeedback(Quantized(4))),
 ]
+FEW_BITS = [codec for codec in CODECS if any(word in repr(codec) for word in ("Quantized", "bits=", "TopK", "Sign"))]
+"""Codecs that round numbers to few bits, or drop some: even for vectors, and by shards, which one worker does not."""
 TENSOR_BY_TENSOR = [codec for codec in CODECS if "Batched" not in repr(codec)]
 """Codecs that encode each tensor by itself. `Batched` makes one matrix of all tensors."""
 FEEDBACK = [codec for codec in CODECS if "ErrorFeedback" in repr(codec)]
-PLAIN_LOW_RANK = [codec for codec in TENSOR_BY_TENSOR if "LowRank" in repr(codec) and codec not in FEEDBACK]
+PLAIN_LOW_RANK = [
+    codec for codec in TENSOR_BY_TENSOR if "LowRank" in repr(codec) and codec not in [*FEEDBACK, *FEW_BITS]
+]
 WARM = [codec for codec in PLAIN_LOW_RANK if "warm_start=False" not in repr(codec)]
 FUSED = [codec for codec in CODECS if "ErrorFeedback(codec=LowRank" in repr(codec) and "subtract" not in repr(codec)]
 """Codecs with a fused path if the input may be overwritten; it equals the plain code up to rounding."""

@@ -19,6 +19,7 @@ from tests.laws.codecs import (
     CODECS,
     COLD,
     FEEDBACK,
+    FEW_BITS,
     FUSED,
     PLAIN_LOW_RANK,
     RANK_DEFICIENT,
@@ -64,7 +65,7 @@ def test_own_parts_average_to_the_mean(codec: Codec, workers: int, dtype: torch.
             assert_close(ends[0].mean[name], mean, 4 * rounding(codec, dtype), scale)
 
 
-@each(TENSOR_BY_TENSOR)
+@each([codec for codec in TENSOR_BY_TENSOR if codec not in FEW_BITS])
 @each_world
 def test_lossless_codecs_return_the_mean(codec: Codec, workers: int, dtype: torch.dtype) -> None:
     world = World(codec, workers)
@@ -147,7 +148,8 @@ def test_sent_plus_residual_equals_the_sum_of_inputs(codec: Codec, workers: int,
         for name, residual in by_name.items():
             scale = size[name] if codec in TENSOR_BY_TENSOR else everything
             assert residual.dtype == wide
-            assert_close(sent[worker][name] + residual, truth[worker][name], 8 * torch.finfo(wide).eps, scale)
+            relative = (64 if codec in FEW_BITS else 8) * torch.finfo(wide).eps
+            assert_close(sent[worker][name] + residual, truth[worker][name], relative, scale)
 
 
 @each_path([codec for codec in FUSED if codec in TENSOR_BY_TENSOR])
@@ -208,7 +210,7 @@ def test_planned_bytes_equal_the_recorded_bytes(codec: Codec, dtype: torch.dtype
     assert not any(entry.payload_bytes == 0 for entry in plan.entries)  # no collective of an empty tensor
 
 
-@each(CODECS)
+@each([codec for codec in CODECS if codec not in FEW_BITS])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_equal_inputs_give_the_result_of_one_worker(codec: Codec, workers: int) -> None:
     many, alone = World(codec, workers), World(codec, 1)

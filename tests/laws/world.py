@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from laconic.codecs import Codec
-from laconic.comm.lockstep import lockstep
-from laconic.comm.requests import Averaged, Decide, Exchange, Mean, State, Tensors
+from laconic.comm.lockstep import lockstep, serve
+from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Rank, State, Tensors, rank_of
 from laconic.ledger import Ledger
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -63,10 +63,14 @@ def in_place(exchanges: Sequence[Exchange]) -> list[Averaged]:
     requests = [next(exchange, None) for exchange in exchanges]
     ends: list[Averaged] = []
     while not ends:
-        asked = [request.ok for request in requests if isinstance(request, Decide)]
         xs = [request.x for request in requests if isinstance(request, Mean)]
-        mean = torch.stack(xs).mean(0, dtype=torch.float64) if xs else None
-        answers = [x.copy_(mean) for x in xs] if mean is not None else [torch.stack(asked).all()] * len(asked)
+        if xs:
+            mean = torch.stack(xs).mean(0, dtype=torch.float64)
+            answers = [x.copy_(mean) for x in xs]
+        elif isinstance(requests[0], Rank):
+            answers = [rank_of(worker, len(exchanges)) for worker in range(len(exchanges))]
+        else:
+            answers = serve([request for request in requests if request is not None and not isinstance(request, Rank)])
         requests = []
         for exchange, answer in zip(exchanges, answers, strict=True):
             try:
@@ -141,10 +145,16 @@ def true_mean(inputs: Sequence[Tensors]) -> dict[str, Tensor]:
 def same_bits(a: Any, b: Any) -> bool:
     """Compare trees of dicts, tensors and numbers bit by bit."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
+        a, b = _without_caches(a), _without_caches(b)
         return a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
     return bool(a == b)
+
+
+def _without_caches(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what a codec computes once for each layout: it is never saved."""
+    return {key: value for key, value in tree.items() if not key.startswith("_")}
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -155,7 +165,7 @@ def _bits(x: Tensor) -> Tensor:
 def leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the path to each leaf of a state, and the leaf."""
     if isinstance(tree, Mapping):
-        for key, value in tree.items():
+        for key, value in _without_caches(tree).items():
             yield from leaves(value, (*path, key))
     else:
         yield path, tree

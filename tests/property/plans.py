@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import laconic
 from laconic import Batched, ByShape, Cast, Codec, ErrorFeedback, Every, LowRank, Nesterov, Plan
-from laconic.codecs.quantized import Quantized
+from laconic.codecs import Quantized
 
 What = Literal["gradient", "weights"]
 
@@ -128,7 +128,7 @@ LOSSY = {
     "power_sgd_start": Known(laconic.power_sgd(rank=1, start=3), start=3, lossy=ROUNDING),
     "feedback_bf16": _gradients(ErrorFeedback(Cast("bf16")), lossy=0.01),
     "feedback_batched": _gradients(ErrorFeedback(Batched(LowRank(rank=1))), ROUNDING),
-    "feedback_quantized": _gradients(ErrorFeedback(Quantized()), ROUNDING),
+    "feedback_quantized": _gradients(ErrorFeedback(Quantized(8)), ROUNDING),
     "deltas_low_rank": _deltas(2, ByShape(ErrorFeedback(LowRank(rank=1))), ROUNDING),
     "deltas_low_rank_outer": _deltas(2, ByShape(ErrorFeedback(LowRank(rank=2))), ROUNDING, (0.7, 0.9)),
     "deltas_bf16": _deltas(3, ErrorFeedback(Cast("bf16")), 0.01),

@@ -15,7 +15,7 @@ from laconic.codecs import Codec
 from laconic.comm.averaging import written
 from laconic.comm.collectives import launch
 from laconic.comm.queue import CollectiveQueue, resolved
-from laconic.comm.requests import Exchange, State, by_itself
+from laconic.comm.requests import Exchange, Rank, State, by_itself, rank_of
 from laconic.ledger import Ledger
 from laconic.session.bucket_queue import Average, BucketQueue
 
@@ -121,4 +121,8 @@ def _handles(exchange: Exchange, group: dist.ProcessGroup) -> Iterator[Any]:
     sending, result = by_itself(exchange), None  # which starts the generator
     with suppress(StopIteration):
         while True:
-            result = yield from launch(sending.send(result), group)  # type: ignore[arg-type]
+            request = sending.send(result)  # type: ignore[arg-type]
+            if isinstance(request, Rank):
+                result = rank_of(group.rank(), group.size())
+            else:
+                result = yield from launch(request, group)
