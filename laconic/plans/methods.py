@@ -1,7 +1,7 @@
 """Named methods: functions that return plans, and the text form of plans.
 
-`ddp()`, `power_sgd(rank=4)`, `post_local_sgd(period=16)`, `diloco(period=100)` and so on. `plan(text)` parses the text
-that a plan prints as.
+`ddp()`, `alone()`, `power_sgd(rank=4)`, `post_local_sgd(period=16)`, `diloco(period=100)` and so on. `plan(text)`
+parses the text that a plan prints as.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from inspect import signature
 from typing import Literal, TypeAlias
 
 from laconic.codecs import Batched, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.plans.nested import Nested
 from laconic.plans.outer import Adopt, Nesterov, Optim
 from laconic.plans.parse import PlanError, parse
 from laconic.plans.plan import Buffers, OptimizerState, Plan
-from laconic.plans.schedules import Every, Nested, PostLocal, Quadratic, Schedule, Streaming
+from laconic.plans.schedules import Every, Never, PostLocal, Quadratic, Schedule, Streaming
 from laconic.plans.topology import Groups, Topology, World
 from laconic.values import call
 
@@ -24,6 +25,14 @@ from laconic.values import call
 def ddp() -> Plan:
     """Average gradients exactly at every step, as DDP does."""
     return Plan()
+
+
+def alone() -> Plan:
+    """Never synchronise: after the handshake of `attach` nothing is sent, and each worker trains a model of its own.
+
+    The baseline: a plan that ends with no lower loss than this has sent its bytes for nothing.
+    """
+    return Plan(Never())
 
 
 def power_sgd(
@@ -166,6 +175,7 @@ def _local_arguments(kind: type[Schedule], outer: bool) -> Callable[[Plan], dict
 
 _METHODS: dict[str, tuple[Callable[..., Plan], Callable[[Plan], dict[str, object] | None]]] = {
     "ddp": (ddp, _no_arguments),
+    "alone": (alone, _no_arguments),
     "power_sgd": (power_sgd, _power_sgd_arguments),
     "post_local_sgd": (post_local_sgd, _local_arguments(PostLocal, outer=False)),
     "hierarchical_sgd": (hierarchical_sgd, _local_arguments(Nested, outer=False)),
@@ -177,7 +187,7 @@ _METHODS: dict[str, tuple[Callable[..., Plan], Callable[[Plan], dict[str, object
 
 _VOCABULARY: dict[str, Callable[..., object]] = {
     **{name: method for name, (method, _) in _METHODS.items()},
-    **{kind.__name__: kind for kind in (Plan, Every, PostLocal, Nested, Quadratic, Streaming)},
+    **{kind.__name__: kind for kind in (Plan, Every, Never, PostLocal, Nested, Quadratic, Streaming)},
     **{kind.__name__: kind for kind in (Adopt, Nesterov, Optim, World, Groups)},
     **{kind.__name__: kind for kind in (Exact, Cast, LowRank, ErrorFeedback, ByShape, Batched)},
 }
