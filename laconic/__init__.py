@@ -13,6 +13,7 @@ from laconic.codecs import Batched, ByName, ByShape, Cast, Codec, ErrorFeedback,
 from laconic.cost import sent_bytes
 from laconic.ledger import Ledger
 from laconic.plans.methods import (
+    alone,
     ddp,
     diloco,
     hierarchical_sgd,
@@ -23,10 +24,11 @@ from laconic.plans.methods import (
     qsr,
     streaming_diloco,
 )
+from laconic.plans.nested import Nested
 from laconic.plans.outer import Adopt, Nesterov, Optim
 from laconic.plans.parse import PlanError
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Every, Nested, PostLocal, Quadratic, Streaming
+from laconic.plans.schedules import Every, Never, PostLocal, Quadratic, Streaming
 from laconic.plans.topology import Groups, World
 from laconic.session.attach import attach
 from laconic.session.observers import StepObserver
@@ -53,6 +55,7 @@ __all__ = [
     "LowRank",
     "Nested",
     "Nesterov",
+    "Never",
     "NonFiniteError",
     "Optim",
     "Plan",
@@ -66,6 +69,7 @@ __all__ = [
     "Streaming",
     "TopK",
     "World",
+    "alone",
     "attach",
     "ddp",
     "diloco",

@@ -23,6 +23,9 @@ DENSE = 4 * 5050
     ("text", "sent"),
     [
         ("ddp()", DENSE),
+        ("alone()", 0),
+        ("Plan(schedule=Every(1, of='weights'))", DENSE),
+        ("Plan(schedule=Every(1, of='weights'), codec=Cast('bf16'))", DENSE / 2),
         ("power_sgd(rank=2, rounds='two')", 4 * (2 * 150 + 50)),
         ("power_sgd(rank=2)", 4 * (150 + 50)),  # P and Q alternate
         ("power_sgd(rank=2, feedback=False)", 4 * (150 + 50)),

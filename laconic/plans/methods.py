@@ -1,7 +1,7 @@
 """Named methods: functions that return plans, and the text form of plans.
 
-`ddp()`, `power_sgd(rank=4)`, `post_local_sgd(period=16)`, `diloco(period=100)` and so on. `plan(text)` parses the text
-that a plan prints as.
+`ddp()`, `alone()`, `power_sgd(rank=4)`, `post_local_sgd(period=16)`, `diloco(period=100)` and so on. `plan(text)`
+parses the text that a plan prints as.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from inspect import signature
 from typing import Literal, TypeAlias
 
 from laconic.codecs import Batched, ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
+from laconic.plans.nested import Nested
 from laconic.plans.outer import Adopt, Nesterov, Optim
 from laconic.plans.parse import PlanError, parse
 from laconic.plans.plan import Buffers, OptimizerState, Plan
-from laconic.plans.schedules import Every, Nested, PostLocal, Quadratic, Schedule, Streaming
+from laconic.plans.schedules import Every, Never, PostLocal, Quadratic, Schedule, Streaming
 from laconic.plans.topology import Groups, Topology, World
 from laconic.values import call
 
@@ -26,26 +27,39 @@ def ddp() -> Plan:
     return Plan()
 
 
+def alone() -> Plan:
+    """Never synchronise: after the handshake of `attach` nothing is sent, and each worker trains a model of its own.
+
+    The baseline: a plan that ends with no lower loss than this has sent its bytes for nothing.
+    """
+    return Plan(Never())
+
+
 def power_sgd(
-    rank: int = 4,
+    rank: int = 32,
+    bits: int | None = 4,
     start: int = 1,
     min_compression: float = 2,
-    rounds: Literal["two", "alternating"] = "alternating",
+    rounds: Literal["two", "alternating"] = "two",
     feedback: bool = True,
     warm_start: bool = True,
     seed: int = 0,
 ) -> Plan:
     """Average gradients at every step, each matrix as two thin factors (PowerSGD, arXiv:1905.13727).
 
-    Steps before `start` average exactly.
+    Factors, vectors and small tensors travel in `bits` bits a number; None sends all bits. Steps before `start` average
+    exactly. `rounds="alternating"` sends one factor a step: half the bytes, and far more than half of the loss is lost.
 
-    >>> power_sgd(rank=1, rounds="two").codec
+    >>> power_sgd(rank=1, bits=None).codec
     ByShape(codec=ErrorFeedback(codec=LowRank(rank=1)))
     """
     if not isinstance(feedback, bool):
         raise ValueError(f"power_sgd(feedback={feedback!r}): feedback must be True or False.")
-    codec: Codec = LowRank(rank, min_compression, rounds, warm_start, seed)
-    return Plan(Every(1, start), ByShape(ErrorFeedback(codec) if feedback else codec))
+    codec: Codec = LowRank(rank, min_compression, rounds, warm_start, seed, bits)
+    rest: Codec = Exact() if bits is None else Quantized(bits)
+    if feedback:
+        codec, rest = ErrorFeedback(codec), rest if bits is None else ErrorFeedback(rest)
+    return Plan(Every(1, start), ByShape(codec, rest))
 
 
 Group: TypeAlias = int | Literal["machine"] | None
@@ -166,6 +180,7 @@ def _local_arguments(kind: type[Schedule], outer: bool) -> Callable[[Plan], dict
 
 _METHODS: dict[str, tuple[Callable[..., Plan], Callable[[Plan], dict[str, object] | None]]] = {
     "ddp": (ddp, _no_arguments),
+    "alone": (alone, _no_arguments),
     "power_sgd": (power_sgd, _power_sgd_arguments),
     "post_local_sgd": (post_local_sgd, _local_arguments(PostLocal, outer=False)),
     "hierarchical_sgd": (hierarchical_sgd, _local_arguments(Nested, outer=False)),
@@ -177,7 +192,7 @@ _METHODS: dict[str, tuple[Callable[..., Plan], Callable[[Plan], dict[str, object
 
 _VOCABULARY: dict[str, Callable[..., object]] = {
     **{name: method for name, (method, _) in _METHODS.items()},
-    **{kind.__name__: kind for kind in (Plan, Every, PostLocal, Nested, Quadratic, Streaming)},
+    **{kind.__name__: kind for kind in (Plan, Every, Never, PostLocal, Nested, Quadratic, Streaming)},
     **{kind.__name__: kind for kind in (Adopt, Nesterov, Optim, World, Groups)},
     **{kind.__name__: kind for kind in (Exact, Cast, LowRank, Quantized, TopK, Sign)},
     **{kind.__name__: kind for kind in (ErrorFeedback, ByShape, ByName, Batched)},

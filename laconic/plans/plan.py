@@ -13,8 +13,9 @@ from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
 from laconic.codecs import Codec, Exact
+from laconic.plans.nested import Nested
 from laconic.plans.outer import Adopt, Outer
-from laconic.plans.schedules import GRADIENTS, Every, Level, Nested, Payload, Schedule, Streaming, Sync, SyncClock
+from laconic.plans.schedules import GRADIENTS, Every, Level, Never, Payload, Schedule, Streaming, Sync, SyncClock
 from laconic.plans.topology import Topology, World
 from laconic.values import as_code
 
@@ -58,13 +59,25 @@ class Plan:
             if getattr(self, option) not in get_args(kinds):
                 known = " or ".join(repr(kind) for kind in get_args(kinds))
                 raise ValueError(f"Plan({option}={getattr(self, option)!r}): {option} must be {known}.")
-        if not self.local:
+        if isinstance(self.schedule, Never):
+            self._check_no_options()
+        elif not self.local:
             self._check_no_local_options()
 
     @cached_property
     def text(self) -> str:
         """`repr(self)`, computed once: headers use it at every step."""
         return repr(self)
+
+    def _check_no_options(self) -> None:
+        """Refuse options of averages: this plan has none among all workers. Groups may average gradients inside."""
+        defaults = {"codec": Exact(), "outer": Adopt(), "buffers": "average", "optimizer_state": "keep"}
+        for option, default in defaults.items():
+            if getattr(self, option) != default:
+                raise ValueError(
+                    f"Plan(schedule=Never(), {option}={getattr(self, option)!r}): workers never synchronise, so "
+                    f"{option} would have no effect. Leave it out, or choose a schedule such as Every(8)."
+                )
 
     def _check_no_local_options(self) -> None:
         """Refuse options of rounds of weights: this plan has none."""

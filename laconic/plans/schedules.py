@@ -7,12 +7,10 @@ applies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from math import inf
-from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import ClassVar, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from laconic.values import as_code, is_number, is_whole
 
@@ -74,28 +72,66 @@ class Schedule(Protocol):
         ...
 
 
+Averages: TypeAlias = Literal["gradients", "weights"]
+
+
 @dataclass(frozen=True, repr=False)
 class Every:
     """Gradients every step; or, with a longer period, weights every `period` steps.
 
+    With `of="weights"`, weights also at period 1: gradients stay each worker's own, and workers average what their
+    optimizers made of them (deltas from the last average, where the codec is not `Exact()`).
+
     >>> Every(1).syncs_at(1)
     (Sync(payload=<Payload.GRADIENT: 'gradient'>, level=None, part=None),)
+    >>> Every(1, of="weights").syncs_at(1)
+    (Sync(payload=<Payload.WEIGHTS: 'weights'>, level=None, part=None),)
     >>> [step for step in range(1, 9) if Every(period=4).syncs_at(step)]
     [4, 8]
     """
 
     period: int = 1
     start: int = 1
+    of: Averages | None = None
     fragments: ClassVar[int] = 1
 
     __repr__ = as_code
 
     def __post_init__(self) -> None:
         check_steps("Every", start=self.start, period=self.period)
+        if self.of is not None and self.of not in get_args(Averages):
+            raise ValueError(f'Every(of={self.of!r}): of must be "gradients" or "weights", or None for the usual one.')
+        if self.of == "gradients" and self.period > 1:
+            raise ValueError(
+                f'Every(period={self.period}, of="gradients"): gradients are averaged at every step, or steps in '
+                'between would use different ones. Use Every(1), or of="weights".'
+            )
+        if self.of == ("gradients" if self.period == 1 else "weights"):
+            object.__setattr__(self, "of", None)  # one value for one meaning
 
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
         """Return what is averaged at `step`."""
-        return GRADIENTS if self.period == 1 else _weights_every(self.period, self.start, step)
+        of_gradients = self.period == 1 and self.of is None
+        return GRADIENTS if of_gradients else _weights_every(self.period, self.start, step)
+
+
+@dataclass(frozen=True, repr=False)
+class Never:
+    """Nothing, at any step: each worker trains by itself.
+
+    >>> Never().syncs_at(1)
+    ()
+    """
+
+    start: ClassVar[int] = 1
+    period: ClassVar[int] = 1
+    fragments: ClassVar[int] = 1
+
+    __repr__ = as_code
+
+    def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
+        """Return nothing."""
+        return NO_SYNC
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,53 +156,6 @@ class PostLocal:
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
         """Return what is averaged at `step`."""
         return _weights_every(self.period, self.start, step)
-
-
-@dataclass(frozen=True, repr=False)
-class Nested:
-    """Weights in groups of growing size with growing periods: `Nested({period: workers in a group})`.
-
-    At each step the largest period that divides it applies. The last groups contain all workers.
-    Hierarchical SGD, Wang et al. 2020, arXiv:2010.12998.
-
-    >>> schedule = Nested({2: 2, 4: 8})
-    >>> {step: sync.level for step in range(1, 9) for sync in schedule.syncs_at(step)}
-    {2: 2, 4: 8, 6: 2, 8: 8}
-    """
-
-    groups: Mapping[int, int] = field(hash=False)
-    start: int = 1
-    fragments: ClassVar[int] = 1
-
-    __repr__ = as_code
-
-    def __post_init__(self) -> None:
-        given: object = self.groups
-        if not isinstance(given, Mapping) or not given:
-            raise ValueError(
-                f"Nested({given!r}): groups must map periods to numbers of workers, as in Nested({{4: 8, 16: 32}})."
-            )
-        object.__setattr__(self, "groups", dict(self.groups))
-        for period, size in self.groups.items():
-            check_steps("Nested", start=self.start, period=period)
-            if not is_whole(size):
-                raise ValueError(f"Nested({self.groups!r}): groups of {size!r}: a group must have at least 1 worker.")
-        _check_growth(self.groups)
-
-    @property
-    def period(self) -> int:
-        """The longest period."""
-        return max(self.groups)
-
-    def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
-        """Return the groups that average their weights at `step`."""
-        if step < self.start:
-            return GRADIENTS
-        done = step - self.start + 1
-        for period, size in reversed(list(self.groups.items())):
-            if done % period == 0:
-                return (Sync(Payload.WEIGHTS, level=size),)
-        return NO_SYNC
 
 
 @dataclass(frozen=True, repr=False)
@@ -273,18 +262,4 @@ def check_steps(what: str, *, start: object, period: object, period_name: str = 
         if not is_whole(value):
             raise ValueError(
                 f"{what}({name}={value!r}): {name} must be a whole number of at least 1, as steps count from 1."
-            )
-
-
-def _check_growth(groups: Mapping[int, int]) -> None:
-    levels = list(groups.items())
-    for (period, size), (next_period, next_size) in pairwise(levels):
-        if next_period <= period:
-            raise ValueError(
-                f"Nested({groups!r}): period {next_period} follows {period}. Periods must increase from level to level."
-            )
-        if next_size <= size or next_size % size:
-            raise ValueError(
-                f"Nested({groups!r}): groups of {next_size} follow groups of {size}. Each size must be a "
-                "multiple of the one before it, so that smaller groups fit into larger ones."
             )

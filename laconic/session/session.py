@@ -170,6 +170,7 @@ class Session:
 
         When one worker gets a signal, `should_stop` becomes True on all after the same step: save, and leave the loop.
         DDP and sharded models that average gradients then exchange a header of some 50 bytes every `every_s` seconds.
+        Under `alone()` each worker stops for itself.
         """
         self._steps.stop_on(signals or (signal.SIGTERM,), every_s)
 

@@ -196,7 +196,7 @@ class Steps:
                 self.weights.sync(self.plan, sync, self.headers)
                 if sync.part is None and self.plan.is_outermost(sync):
                     self.clock = SyncClock(self.step)
-                    self._compare_weights(local=True)
+                    self._compare_weights(local=self.plan.schedule.period > 1)
         if self._gradient is not None and self._gradient.level is None:
             self.path.after_optimizer()
             if not self.path.joining:

@@ -15,6 +15,7 @@ from types import FrameType
 
 from laconic.checks.headers import Header, Headers
 from laconic.plans.plan import Plan
+from laconic.plans.schedules import Never
 from laconic.session.model_state import ModelState
 
 MOST_STEPS = 64
@@ -79,6 +80,8 @@ class StepHeaders:
         """Make headers of this step from now on, in which all workers average gradients or not."""
         self.plan, self.step = plan, step
         self.stop_due = among_all and self.stop.is_due(step)
+        if isinstance(plan.schedule, Never):  # no worker would ever hear of it
+            self.stop.agreed = self.stop.agreed or self.stop.asked
 
     def header(self, *, finite: bool = True, with_gradient: int = 0, step_ms: int = 0) -> Header:
         """Make a header."""

@@ -17,10 +17,13 @@ from laconic import (
     ErrorFeedback,
     Every,
     Exact,
+    Groups,
     LowRank,
+    Never,
     Plan,
     PlanError,
     PostLocal,
+    alone,
     ddp,
     post_local_sgd,
     power_sgd,
@@ -81,6 +84,9 @@ def test_equal_reprs_mean_equal_plans_and_equal_plans_have_equal_hashes(a: Plan,
 
 PRINTED = {
     "ddp()": ddp(),
+    "alone()": alone(),
+    "Plan(schedule=Never(), topology=Groups(size=2))": Plan(Never(), topology=Groups(2)),
+    "Plan(schedule=Every(of='weights'), codec=Cast(to='bf16'))": Plan(Every(1, of="weights"), Cast("bf16")),
     "power_sgd(rank=4)": power_sgd(),
     "power_sgd(rank=2)": Plan(codec=ByShape(ErrorFeedback(LowRank(2, rounds="alternating")))),
     "power_sgd(rank=1, rounds='two')": power_sgd(1, rounds="two"),
@@ -141,6 +147,8 @@ def test_a_plan_is_frozen() -> None:
         (ddp(), [("gradient", Exact())] * 4),
         (Plan(Every(1, start=3), Cast("bf16")), [("gradient", Exact())] * 2 + [("gradient", Cast("bf16"))] * 2),
         (post_local_sgd(start=2, period=2), [("gradient", Exact()), None, ("weights", Exact()), None]),
+        (alone(), [None] * 4),
+        (Plan(Every(1, of="weights"), Cast("bf16")), [("weights", Cast("bf16"))] * 4),
         (Plan(PostLocal(2, 1), Cast("fp16")), [("gradient", Exact())] + [("weights", Cast("fp16"))] * 3),
     ],
 )
@@ -157,6 +165,9 @@ def test_payload_and_codec_at_each_step(plan: Plan, expected: list[tuple[str, Co
         (post_local_sgd(), True, False),
         (Plan(Every(4)), True, False),
         (Plan(PostLocal(1, 1)), True, False),
+        (alone(), True, False),
+        (Plan(Every(1, of="weights")), True, False),
+        (Plan(Every(1, of="weights"), Cast("bf16")), True, True),
         (Plan(Every(4), Cast("bf16")), True, True),
         (Plan(PostLocal(9, 4), ByShape(LowRank(1))), True, True),
     ],
@@ -279,6 +290,12 @@ def test_local_methods_print_as_they_are_written(text: str) -> None:
 def test_options_of_weight_rounds_are_refused_without_them(option: str) -> None:
     with pytest.raises(PlanError, match="averages gradients at every step and never weights"):
         laconic.plan(f"Plan(schedule=Every(1), {option})")
+
+
+@pytest.mark.parametrize("option", ["codec=Cast('bf16')", "outer=Nesterov()", "buffers='keep'"])
+def test_options_of_averages_are_refused_where_workers_never_synchronise(option: str) -> None:
+    with pytest.raises(PlanError, match=r"workers never synchronise, so .* Leave it out, or choose a schedule"):
+        laconic.plan(f"Plan(schedule=Never(), {option})")
 
 
 def test_unknown_policies_are_refused() -> None:

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laconic.plans.nested import Nested
 from laconic.plans.schedules import (
     GRADIENTS,
     WEIGHTS,
     Every,
-    Nested,
+    Never,
     PostLocal,
     Quadratic,
     Schedule,
@@ -42,6 +43,26 @@ def test_every_longer_period_is_post_local(start: int, period: int, step: int) -
 @given(start=steps, step=st.integers(1, 1000))
 def test_period_1_averages_gradients_at_every_step(start: int, step: int) -> None:
     assert Every(1, start).syncs_at(step) == GRADIENTS
+
+
+@given(start=steps, step=st.integers(1, 1000))
+def test_weights_at_every_step_are_post_local_with_period_1(start: int, step: int) -> None:
+    assert Every(1, start, of="weights").syncs_at(step) == PostLocal(start, 1).syncs_at(step)
+
+
+def test_what_every_averages_has_one_spelling() -> None:
+    assert Every(1, of="gradients") == Every(1) != Every(1, of="weights")
+    assert Every(4, of="weights") == Every(4)
+    assert repr(Every(1, of="weights")) == "Every(of='weights')"
+    with pytest.raises(ValueError, match=r'gradients are averaged at every step, .* Use Every\(1\), or of="weights"'):
+        Every(4, of="gradients")
+    with pytest.raises(ValueError, match='of must be "gradients" or "weights"'):
+        Every(of="deltas")  # type: ignore[arg-type]
+
+
+@given(step=st.integers(1, 10**6))
+def test_never_is_never(step: int) -> None:
+    assert Never().syncs_at(step) == () == Never().syncs_at(step, SyncClock(since=0, lr=0.1))
 
 
 def test_post_local_with_period_1_averages_weights_at_every_step() -> None:

@@ -28,7 +28,7 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Bytes [batch, time] to logits of the next byte [batch, time, 256]."""
-        cos, sin = rotary_angles(ids.shape[1], self.head_width)
+        cos, sin = rotary_angles(ids.shape[1], self.head_width, ids.device)
         x = norm(self.embed(ids))  # [batch, time, width]
         for block in self.blocks:
             x = block(x, cos, sin)
@@ -108,10 +108,10 @@ def image_norm(x: Tensor) -> Tensor:
     return F.group_norm(x, 1)
 
 
-def rotary_angles(time: int, head_width: int) -> tuple[Tensor, Tensor]:
+def rotary_angles(time: int, head_width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines [time, head_width / 2] of rotary positions (Su et al. 2021, arXiv:2104.09864)."""
-    frequency = 10_000.0 ** (-torch.arange(0, head_width, 2) / head_width)
-    angle = torch.outer(torch.arange(time), frequency)
+    frequency = 10_000.0 ** (-torch.arange(0, head_width, 2, device=device) / head_width)
+    angle = torch.outer(torch.arange(time, device=device), frequency)
     return angle.cos(), angle.sin()
 
 
