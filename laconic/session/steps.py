@@ -25,6 +25,7 @@ from laconic.comm.groups import Levels
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Quadratic, Sync, SyncClock
+from laconic.session.clipping import Clipping
 from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager, GradientPath
 from laconic.session.stop import StepHeaders
@@ -44,6 +45,7 @@ class Steps:
         headers: StepHeaders,
         scaled: Sequence[ScaledSteps],
         ledger: Ledger,
+        clipping: Clipping,
     ) -> None:
         self.plan = plan
         self.step = 0
@@ -57,6 +59,7 @@ class Steps:
         self._model_state = averager.model_state
         self._scaled = scaled
         self._ledger = ledger
+        self._clipping = clipping
         self._gradient: Sync | None = None
         self.at_first_step: Callable[[Levels], None] | None = None
         """What is checked when the first step begins."""
@@ -138,7 +141,9 @@ class Steps:
             return
         if self._void is True:
             optimizer.skip_step()
-        elif isinstance(self._void, Tensor):
+            return
+        self._clipping.clip(optimizer)
+        if isinstance(self._void, Tensor):
             optimizer.skip_step_if(self._void)
 
     def _read_lr(self) -> None:
