@@ -16,12 +16,13 @@ from laconic.plans.methods import (
     alone,
     ddp,
     diloco,
+    frugal,
     hierarchical_sgd,
-    plan,
-    plan_from_env,
     post_local_sgd,
     power_sgd,
     qsr,
+    quantized_ddp,
+    sparse_loco,
     streaming_diloco,
 )
 from laconic.plans.nested import Nested
@@ -29,6 +30,7 @@ from laconic.plans.outer import Adopt, Nesterov, Optim
 from laconic.plans.parse import PlanError
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Every, Never, PostLocal, Quadratic, Streaming
+from laconic.plans.text import plan, plan_from_env
 from laconic.plans.topology import Groups, World
 from laconic.session.attach import attach
 from laconic.session.observers import StepObserver
@@ -73,12 +75,15 @@ __all__ = [
     "attach",
     "ddp",
     "diloco",
+    "frugal",
     "hierarchical_sgd",
     "plan",
     "plan_from_env",
     "post_local_sgd",
     "power_sgd",
     "qsr",
+    "quantized_ddp",
     "sent_bytes",
+    "sparse_loco",
     "streaming_diloco",
 ]

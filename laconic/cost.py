@@ -23,7 +23,7 @@ def sent_bytes(
     named_tensors: nn.Module | Mapping[str, Shaped] | Iterable[tuple[str, Shaped]],
     workers: int = 2,
 ) -> float:
-    """Return the payload bytes that one worker sends at one step, without communication.
+    """Return the bytes that one worker sends at one step, without communication.
 
     The codec runs on meta tensors, and its requests are counted (`comm/dry.py`). Where steps differ, because of a
     period or of alternating rounds, the result is the average over steps from `start` on. Shapes count as float32.
@@ -47,7 +47,7 @@ def sent_bytes(
                 chosen = {name: tensors[name] for name in in_parts(tensors, plan.schedule.fragments)[sync.part]}
             for names in in_buckets(chosen):
                 dry(codec.average({name: chosen[name] for name in names}, state), ledger, workers)
-    return ledger.payload_bytes / cycle
+    return ledger.wire_bytes / cycle
 
 
 def routed(codec: Codec) -> Codec:

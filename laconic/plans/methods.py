@@ -6,20 +6,16 @@ parses the text that a plan prints as.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from inspect import signature
+import math
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
-from laconic.codecs import Batched, ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
+from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
 from laconic.plans.nested import Nested
-from laconic.plans.outer import Adopt, Nesterov, Optim
-from laconic.plans.parse import PlanError, parse
+from laconic.plans.outer import Adopt, Nesterov
 from laconic.plans.plan import Buffers, OptimizerState, Plan
 from laconic.plans.schedules import Every, Never, PostLocal, Quadratic, Schedule, Streaming
 from laconic.plans.topology import Groups, Topology, World
-from laconic.values import call
 
 
 def ddp() -> Plan:
@@ -62,6 +58,15 @@ def power_sgd(
     return Plan(Every(1, start), ByShape(codec, rest))
 
 
+def quantized_ddp(bits: int = 4, block: int = 128, start: int = 1) -> Plan:
+    """Average gradients at every step in few bits, with error feedback: 4 bits cost nothing measurable.
+
+    >>> quantized_ddp().codec
+    ErrorFeedback(codec=Quantized(bits=4))
+    """
+    return Plan(Every(1, start), ErrorFeedback(Quantized(bits, block)))
+
+
 Group: TypeAlias = int | Literal["machine"] | None
 
 
@@ -94,26 +99,31 @@ def hierarchical_sgd(
 
 
 def diloco(
-    period: int = 100,
-    lr: float = 0.7,
-    momentum: float = 0.9,
+    period: int = 16,
+    lr: float = 1.0,
+    momentum: float = 0.0,
     codec: Codec | None = None,
     start: int = 1,
     group: Group = None,
     buffers: Buffers = "average",
     optimizer_state: OptimizerState = "keep",
 ) -> Plan:
-    """Average weight deltas every `period` steps and apply them with Nesterov momentum (DiLoCo, arXiv:2311.08105)."""
-    codec = Exact() if codec is None else codec
+    """Average weight deltas every `period` steps and apply them with Nesterov momentum (DiLoCo, arXiv:2311.08105).
+
+    Deltas travel in 2 bits by default, with error feedback, which costs nothing beside exact ones. The defaults are for
+    runs of hundreds to thousands of steps, in which momentum loses (docs/quality.md). In runs of many thousands use
+    the paper's values: period=100 or more, lr=0.7, momentum=0.9.
+    """
+    codec = few_bit_deltas() if codec is None else codec
     return Plan(PostLocal(start, period), codec, Nesterov(lr, momentum), _topology(group), buffers, optimizer_state)
 
 
 def streaming_diloco(
-    period: int = 100,
+    period: int = 16,
     fragments: int = 4,
     delay: int = 1,
-    lr: float = 0.7,
-    momentum: float = 0.9,
+    lr: float = 1.0,
+    momentum: float = 0.0,
     codec: Codec | None = None,
     mix: float = 0.5,
     start: int = 1,
@@ -121,9 +131,12 @@ def streaming_diloco(
     buffers: Buffers = "average",
     optimizer_state: OptimizerState = "keep",
 ) -> Plan:
-    """DiLoCo in fragments that synchronise at different steps and overlap with training (arXiv:2501.18512)."""
+    """DiLoCo in fragments that synchronise at different steps and overlap with training (arXiv:2501.18512).
+
+    The defaults are those of `diloco`.
+    """
     schedule = Streaming(period, fragments, delay, mix, start)
-    codec = Exact() if codec is None else codec
+    codec = few_bit_deltas() if codec is None else codec
     return Plan(schedule, codec, Nesterov(lr, momentum), _topology(group), buffers, optimizer_state)
 
 
@@ -139,108 +152,55 @@ def qsr(
     return Plan(Quadratic(growth, floor, start), Exact(), Adopt(), _topology(group), buffers, optimizer_state)
 
 
+def sparse_loco(
+    period: int = 4,
+    fraction: float = 0.06,
+    decay: float = 0.95,
+    lr: float = 1.0,
+    start: int = 1,
+    buffers: Buffers = "average",
+    optimizer_state: OptimizerState = "keep",
+) -> Plan:
+    """Average the largest deltas in 2 bits every `period` steps, with decayed feedback (SparseLoCo, arXiv:2508.15706).
+
+    Dense deltas in 1 or 2 bits, `frugal`, keep more of the training at the same bytes (docs/quality.md).
+    """
+    codec = ByShape(ErrorFeedback(TopK(fraction, bits=2), decay=decay), rest=ErrorFeedback(Quantized(4)))
+    return Plan(PostLocal(start, period), codec, Nesterov(lr, 0.0), World(), buffers, optimizer_state)
+
+
+def frugal(bytes: str = "60x", start: int = 1) -> Plan:
+    """Return the best known plan that sends at least so many times fewer bytes than DDP, for any model.
+
+    Up to 7.5 times: gradients in 8 or 4 bits. Beyond: streamed weight deltas in 2 bits, and from 121 times on in 1 bit;
+    each fragment is sent every `period` steps. docs/quality.md has the measured front.
+
+    >>> frugal("30x") == Plan(Streaming(2, 2), ErrorFeedback(Quantized(2)))
+    True
+    """
+    times = _times(bytes)
+    for bits in (8, 4):
+        if times <= 0.935 * 32 / bits:
+            return quantized_ddp(bits, start=start)
+    bits = 2 if times <= 120 else 1
+    codec = ErrorFeedback(Quantized(2) if bits == 2 else Sign())
+    period = math.ceil(times / (0.94 if bits == 2 else 0.99) * bits / 32)
+    schedule: Schedule = Streaming(period, min(period, 4), start=start)
+    return Plan(Every(1, start, of="weights") if period == 1 else schedule, codec)
+
+
+def _times(bytes: object) -> float:
+    text = bytes if isinstance(bytes, str) else ""
+    number = text.removesuffix("x")
+    if text == number or not number.replace(".", "", 1).isdigit() or float(number) < 1:
+        raise ValueError(f'frugal(bytes={bytes!r}): write how many times fewer bytes than DDP: "60x", at least "1x".')
+    return float(number)
+
+
+def few_bit_deltas() -> Codec:
+    """Return the codec of weight deltas that costs nothing beside exact ones."""
+    return ErrorFeedback(Quantized(2))
+
+
 def _topology(group: Group) -> Topology:
     return World() if group is None else Groups(group)
-
-
-def _no_arguments(plan: Plan) -> dict[str, object]:
-    return {}
-
-
-def _power_sgd_arguments(plan: Plan) -> dict[str, object] | None:
-    if not isinstance(plan.codec, ByShape):
-        return None
-    inner = plan.codec.codec
-    feedback = isinstance(inner, ErrorFeedback)
-    if isinstance(inner, ErrorFeedback):
-        inner = inner.codec
-    if not isinstance(inner, LowRank):
-        return None
-    given = {f.name: getattr(inner, f.name) for f in fields(inner)}
-    return given | {"start": plan.schedule.start, "feedback": feedback}
-
-
-def _local_arguments(kind: type[Schedule], outer: bool) -> Callable[[Plan], dict[str, object] | None]:
-    """Return a function from a plan to its method's arguments, for a kind of schedule, with or without outer step."""
-
-    def arguments(plan: Plan) -> dict[str, object] | None:
-        if type(plan.schedule) is not kind:
-            return None
-        given: dict[str, object] = {f.name: getattr(plan.schedule, f.name) for f in fields(plan.schedule)}  # type: ignore[arg-type]
-        if outer:
-            if not isinstance(plan.outer, Nesterov):
-                return None
-            given |= {"lr": plan.outer.lr, "momentum": plan.outer.momentum, "codec": plan.codec}
-        if kind is not Nested:
-            given["group"] = plan.topology.inner
-        return given | {"buffers": plan.buffers, "optimizer_state": plan.optimizer_state}
-
-    return arguments
-
-
-_METHODS: dict[str, tuple[Callable[..., Plan], Callable[[Plan], dict[str, object] | None]]] = {
-    "ddp": (ddp, _no_arguments),
-    "alone": (alone, _no_arguments),
-    "power_sgd": (power_sgd, _power_sgd_arguments),
-    "post_local_sgd": (post_local_sgd, _local_arguments(PostLocal, outer=False)),
-    "hierarchical_sgd": (hierarchical_sgd, _local_arguments(Nested, outer=False)),
-    "diloco": (diloco, _local_arguments(PostLocal, outer=True)),
-    "streaming_diloco": (streaming_diloco, _local_arguments(Streaming, outer=True)),
-    "qsr": (qsr, _local_arguments(Quadratic, outer=False)),
-}
-"""The named methods, each with a function that returns the arguments for a given plan, or None."""
-
-_VOCABULARY: dict[str, Callable[..., object]] = {
-    **{name: method for name, (method, _) in _METHODS.items()},
-    **{kind.__name__: kind for kind in (Plan, Every, Never, PostLocal, Nested, Quadratic, Streaming)},
-    **{kind.__name__: kind for kind in (Adopt, Nesterov, Optim, World, Groups)},
-    **{kind.__name__: kind for kind in (Exact, Cast, LowRank, Quantized, TopK, Sign)},
-    **{kind.__name__: kind for kind in (ErrorFeedback, ByShape, ByName, Batched)},
-}
-_ALWAYS_SHOWN = ("rank", "period", "fragments")
-
-
-def call_of(plan: Plan) -> str | None:
-    """Return the call of the named method that makes `plan`, or None."""
-    for name, (method, arguments) in _METHODS.items():
-        given = arguments(plan)
-        if given is not None and method(**given) == plan:
-            return call(name, _shown(method, given))
-    return None
-
-
-def _shown(method: Callable[..., Plan], given: dict[str, object]) -> dict[str, object]:
-    """Return the arguments to print: those that differ from their defaults, and always rank, period and fragments."""
-    parameters = signature(method).parameters.values()
-    shown = {p.name: given[p.name] for p in parameters if given[p.name] != p.default or p.name in _ALWAYS_SHOWN}
-    return {name: value for name, value in shown.items() if not (name == "codec" and value == Exact())}
-
-
-def plan(text: str) -> Plan:
-    """Parse a plan from its text; nothing is evaluated.
-
-    >>> plan("power_sgd(rank=2)") == power_sgd(rank=2)
-    True
-    >>> plan("power_sdg(rank=2)")
-    Traceback (most recent call last):
-    laconic.plans.parse.PlanError: 'power_sdg(rank=2)': there is no 'power_sdg'. Did you mean power_sgd?
-    """
-    value = parse(text, _VOCABULARY)
-    if not isinstance(value, Plan):
-        raise PlanError(
-            f"{text!r} is a {type(value).__name__}, which can only be a part of a plan. "
-            "Write a method such as power_sgd(rank=4), or Plan(schedule=..., codec=...)."
-        )
-    return value
-
-
-def plan_from_env(default: Plan | None = None) -> Plan:
-    """Return the plan that `laconic compare --script` sets in LACONIC_PLAN, else `default`, else `ddp()`.
-
-    >>> plan_from_env(default=power_sgd(rank=2))
-    power_sgd(rank=2)
-    """
-    text = os.environ.get("LACONIC_PLAN")
-    if text is None:
-        return ddp() if default is None else default
-    return plan(text)

@@ -134,6 +134,6 @@ class Plan:
         return self.local and (delayed or not (self.outer.adopts and isinstance(self.codec, Exact)))
 
     def __repr__(self) -> str:
-        from laconic.plans.methods import call_of  # methods.py imports this file
+        from laconic.plans.text import call_of  # text.py imports this file
 
         return call_of(self) or as_code(self)
