@@ -30,7 +30,7 @@ def sent_bytes(
 
     >>> from laconic import ddp, power_sgd
     >>> sent_bytes(ddp(), {"weight": (512, 512)}), sent_bytes(power_sgd(rank=4), {"weight": (512, 512)})
-    (1048576.0, 8192.0)
+    (1048576.0, 2112.0)
     """
     if workers < 1 or workers != int(workers):
         raise ValueError(f"sent_bytes(workers={workers!r}): workers must be a whole number of at least 1.")

@@ -26,11 +26,11 @@ DENSE = 4 * 5050
         ("alone()", 0),
         ("Plan(schedule=Every(1, of='weights'))", DENSE),
         ("Plan(schedule=Every(1, of='weights'), codec=Cast('bf16'))", DENSE / 2),
-        ("power_sgd(rank=2, rounds='two')", 4 * (2 * 150 + 50)),
-        ("power_sgd(rank=2)", 4 * (150 + 50)),  # P and Q alternate
-        ("power_sgd(rank=2, feedback=False)", 4 * (150 + 50)),
-        ("power_sgd(rank=2, start=10)", 4 * (150 + 50)),  # from `start` on
-        ("power_sgd(rank=40)", DENSE),  # would not shrink
+        ("power_sgd(rank=2, bits=None)", 4 * (2 * 150 + 50)),
+        ("power_sgd(rank=2, bits=None, rounds='alternating')", 4 * (150 + 50)),  # P and Q alternate
+        ("power_sgd(rank=2, bits=None, feedback=False)", 4 * (2 * 150 + 50)),
+        ("power_sgd(rank=2, bits=None, start=10)", 4 * (2 * 150 + 50)),  # from `start` on
+        ("power_sgd(rank=40, bits=None)", DENSE),  # would not shrink
         ("post_local_sgd(period=16)", DENSE / 16),
         ("post_local_sgd(start=100, period=5)", DENSE / 5),
         ("Plan(schedule=Every(period=10), codec=Cast('bf16'))", DENSE / 20),
@@ -61,16 +61,16 @@ def module() -> nn.Module:
         lambda: [(name, p) for name, p in module().named_parameters() if p.requires_grad],
     ],
 )
-@pytest.mark.parametrize("plan", [laconic.ddp(), laconic.power_sgd(rank=2)], ids=repr)
+@pytest.mark.parametrize("plan", [laconic.ddp(), laconic.power_sgd(rank=2, bits=None)], ids=repr)
 def test_tensors_shapes_and_modules_are_accepted(given: Callable[[], Any], plan: Plan) -> None:
-    expected = 4 * 5025 if plan == laconic.ddp() else 4 * (150 + 25)
+    expected = 4 * 5025 if plan == laconic.ddp() else 4 * (2 * 150 + 25)
     assert laconic.sent_bytes(plan, given()) == expected
 
 
 def test_no_memory_is_allocated() -> None:
     huge = {"w": (10**6, 10**6), "b": (10**6,)}
     assert laconic.sent_bytes(laconic.ddp(), huge) == 4 * (10**12 + 10**6)
-    assert laconic.sent_bytes(laconic.power_sgd(rank=4, rounds="two"), huge) == 4 * (4 * 2 * 10**6 + 10**6)
+    assert laconic.sent_bytes(laconic.power_sgd(rank=4, bits=None), huge) == 4 * (4 * 2 * 10**6 + 10**6)
 
 
 def test_each_dtype_counts_its_own_bytes() -> None:
@@ -79,9 +79,14 @@ def test_each_dtype_counts_its_own_bytes() -> None:
     assert laconic.sent_bytes(Plan(codec=Cast("fp16")), mixed) == 60
 
 
-@pytest.mark.parametrize("workers", [2, 3, 100])
-def test_the_payload_does_not_depend_on_the_number_of_workers(workers: int) -> None:
-    assert laconic.sent_bytes(laconic.power_sgd(), SHAPES, workers) == laconic.sent_bytes(laconic.power_sgd(), SHAPES)
+@pytest.mark.parametrize("plan", [laconic.quantized_ddp(8), laconic.quantized_ddp(4), laconic.quantized_ddp(2)], ids=repr)
+@pytest.mark.parametrize("workers", [3, 8, 64])
+def test_few_bits_stay_few_for_any_number_of_workers(plan: Plan, workers: int) -> None:
+    shapes = {"w": (1024, 1024), "b": (1024,)}
+    dense = laconic.sent_bytes(laconic.ddp(), shapes, workers) / laconic.sent_bytes(laconic.ddp(), shapes)
+    assert laconic.sent_bytes(plan, shapes, workers) == pytest.approx(
+        dense * laconic.sent_bytes(plan, shapes), rel=0.02
+    )
 
 
 def test_a_single_worker_sends_nothing() -> None:

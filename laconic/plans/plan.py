@@ -31,10 +31,10 @@ class Plan:
     does with the optimizer's moments.
 
     >>> from laconic import ByShape, ErrorFeedback, LowRank, power_sgd
-    >>> Plan(codec=ByShape(ErrorFeedback(LowRank(rank=2, rounds="alternating")))) == power_sgd(rank=2)
+    >>> Plan(codec=ByShape(ErrorFeedback(LowRank(rank=2)))) == power_sgd(rank=2, bits=None)
     True
-    >>> power_sgd(rank=2)
-    power_sgd(rank=2)
+    >>> power_sgd()
+    power_sgd(rank=32, bits=4)
     """
 
     schedule: Schedule = field(default_factory=Every)

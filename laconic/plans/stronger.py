@@ -21,9 +21,9 @@ def stronger(plan: Plan) -> Plan | None:
 
     >>> from laconic import power_sgd
     >>> stronger(power_sgd(rank=1, bits=2))
-    power_sgd(rank=1)
+    power_sgd(rank=1, bits=4)
     >>> stronger(power_sgd(rank=1))
-    power_sgd(rank=2)
+    power_sgd(rank=2, bits=4)
     >>> stronger(power_sgd(rank=64, bits=8))
     ddp()
     """

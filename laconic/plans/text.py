@@ -158,7 +158,7 @@ def plan_from_env(default: Plan | None = None) -> Plan:
     """Return the plan that `laconic compare --script` sets in LACONIC_PLAN, else `default`, else `ddp()`.
 
     >>> plan_from_env(default=power_sgd(rank=2))
-    power_sgd(rank=2)
+    power_sgd(rank=2, bits=4)
     """
     text = os.environ.get("LACONIC_PLAN")
     if text is None:

@@ -25,8 +25,12 @@ from laconic import (
     PostLocal,
     alone,
     ddp,
+    diloco,
+    frugal,
     post_local_sgd,
     power_sgd,
+    quantized_ddp,
+    sparse_loco,
 )
 from laconic.plans.schedules import Payload
 
@@ -87,13 +91,23 @@ PRINTED = {
     "alone()": alone(),
     "Plan(schedule=Never(), topology=Groups(size=2))": Plan(Never(), topology=Groups(2)),
     "Plan(schedule=Every(of='weights'), codec=Cast(to='bf16'))": Plan(Every(1, of="weights"), Cast("bf16")),
-    "power_sgd(rank=4)": power_sgd(),
-    "power_sgd(rank=2)": Plan(codec=ByShape(ErrorFeedback(LowRank(2, rounds="alternating")))),
-    "power_sgd(rank=1, rounds='two')": power_sgd(1, rounds="two"),
-    "power_sgd(rank=4, start=100, min_compression=0.5, feedback=False, seed=3)": power_sgd(
+    "power_sgd(rank=32, bits=4)": power_sgd(),
+    "power_sgd(rank=2, bits=None, rounds='alternating')": Plan(
+        codec=ByShape(ErrorFeedback(LowRank(2, rounds="alternating")))
+    ),
+    "quantized_ddp(bits=4)": quantized_ddp(),
+    "quantized_ddp(bits=2, block=64, start=3)": quantized_ddp(2, 64, 3),
+    "frugal(bytes='60x')": frugal(),
+    "frugal(bytes='217x', start=5)": frugal("200.5x", start=5),
+    "sparse_loco(period=4)": sparse_loco(),
+    "sparse_loco(period=8, fraction=0.03, decay=1.0, lr=0.8)": sparse_loco(8, 0.03, 1.0, 0.8),
+    "diloco(period=16)": diloco(),
+    "diloco(period=16, codec=Exact())": diloco(codec=Exact()),
+    "power_sgd(rank=1, bits=None)": power_sgd(1, None),
+    "power_sgd(rank=4, bits=4, start=100, min_compression=0.5, feedback=False, seed=3)": power_sgd(
         4, start=100, min_compression=0.5, feedback=False, seed=3
     ),
-    "power_sgd(rank=4, rounds='two', warm_start=False)": power_sgd(rounds="two", warm_start=False),
+    "power_sgd(rank=32, bits=4, warm_start=False)": power_sgd(warm_start=False),
     "post_local_sgd(period=16)": post_local_sgd(),
     "post_local_sgd(start=500, period=8)": Plan(PostLocal(500, 8)),
     "Plan(schedule=Every(period=16))": Plan(Every(16)),
@@ -182,8 +196,8 @@ RULES = {
     "Plan(codec=LowRnk(rank=2))": "'Plan(codec=LowRnk(rank=2))': there is no 'LowRnk'. Did you mean LowRank?",
     "power_sgd": "'power_sgd': power_sgd must be a call. Write power_sgd().",
     "power_sgd(ranks=2)": (
-        "'power_sgd(ranks=2)': power_sgd: got an unexpected keyword argument 'ranks'. It is power_sgd(rank=4, start=1, "
-        "min_compression=2, rounds='alternating', feedback=True, warm_start=True, seed=0)."
+        "'power_sgd(ranks=2)': power_sgd: got an unexpected keyword argument 'ranks'. It is power_sgd(rank=32, bits=4, "
+        "start=1, min_compression=2, rounds='two', feedback=True, warm_start=True, seed=0)."
     ),
     "Plan(Codec=Exact())": (
         "'Plan(Codec=Exact())': Plan: got an unexpected keyword argument 'Codec'. "

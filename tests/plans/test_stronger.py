@@ -22,8 +22,8 @@ MODEL = {"matrix": (512, 2048), "second": (512, 512), "third": (512, 512), "vect
         ("Plan(codec=ErrorFeedback(codec=TopK(fraction=0.03, bits=2)))", "ddp()"),
         ('Plan(codec=ByName({"vector": Exact()}, rest=ErrorFeedback(Quantized(bits=2))))', "ddp()"),
         ("post_local_sgd(period=16)", "post_local_sgd(period=1)"),
-        ("diloco(period=8, codec=ErrorFeedback(codec=Quantized(bits=2)))", "diloco(period=1)"),
-        ("streaming_diloco(period=16, fragments=4)", "streaming_diloco(period=4, fragments=4)"),
+        ("diloco(period=8, codec=ErrorFeedback(codec=Quantized(bits=2)))", "diloco(period=1, codec=Exact())"),
+        ("streaming_diloco(period=16, fragments=4)", "streaming_diloco(period=4, fragments=4, codec=Exact())"),
     ],
 )
 def test_each_sends_more_and_the_last_is_exact_or_frequent(text, last):
