@@ -71,13 +71,13 @@ class ErrorFeedback:
             fast = fast_feedback(self.codec, tensors, residual, Factors(inner))
             if fast is not None:
                 return (yield from fast)
-        if reuse and self.is_plain and isinstance(self.codec, Quantized):
-            if can_fuse_rows(self.codec, tensors, residual):
-                worker, workers = (yield Rank()).tolist()
-                if workers > 1:
-                    from laconic.kernels.cuda.shards import quantized_feedback  # needs Triton
+        quantized = self.codec if isinstance(self.codec, Quantized) and reuse and self.is_plain else None
+        if quantized is not None and can_fuse_rows(quantized, tensors, residual):
+            worker, workers = (yield Rank()).tolist()
+            if workers > 1:
+                from laconic.kernels.cuda.shards import quantized_feedback  # needs Triton
 
-                    return (yield from quantized_feedback(self.codec, tensors, residual, inner, worker, workers))
+                return (yield from quantized_feedback(quantized, tensors, residual, inner, worker, workers))
         inputs = {name: _with_residual(t, residual.get(name), self.decay) for name, t in tensors.items()}
         end = yield from self.codec.average(inputs, inner)
         ok = end.finite() if end.decided else (yield Decide(end.finite()))

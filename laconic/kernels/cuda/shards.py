@@ -157,7 +157,11 @@ def _known_tiles(codec: Quantized, tensors: Tensors, state: State, worker: int, 
     known: dict[tuple[str, ...], ShardTiles] = state.setdefault("_tiles", {})
     key, some = tuple(tensors), next(iter(tensors.values()))
     found = known.get(key)
-    if found is None or (found.codec, found.worker, found.dtype) != (codec, worker, some.dtype) or found.shards is not shards:
+    if (
+        found is None
+        or (found.codec, found.worker, found.dtype) != (codec, worker, some.dtype)
+        or found.shards is not shards
+    ):
         for other in [names for names in known if not set(names).isdisjoint(key)]:
             del known[other]  # an older layout of the same tensors
         found = known[key] = ShardTiles(tensors, shards, codec, worker, add=True)

@@ -115,10 +115,9 @@ def encode_rows(
     inside = row < n
     at = row.to(tl.int64)[:, None, None] * BLOCK + _within_row(WORDS, EACH)
     x = tl.load(rows + at, mask=inside[:, None, None], other=0.0)
+    full = tl.full((ROWS,), BLOCK, tl.float32)
     if PADDED:
         full = tl.load(fill + row, mask=inside, other=1).to(tl.float32)
-    else:
-        full = tl.full((ROWS,), BLOCK, tl.float32)
     step, codes = _encode(x, full, BITS)
     _store_message(words, row, inside, step, codes, WORDS, True)
 
@@ -138,8 +137,7 @@ def decode_rows(words, rows, n, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: t
 def _tile(
     tiles, count, tensors, g_at, e_at, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FAST: tl.constexpr
 ):
-    """Return a tile's tensor and residual, the number of the first row in both, its rows in all, which of them are
-    there, the size of the tensor, and the row in all of its first."""
+    """Return a tile's G and E, its rows in them and among all rows, which of these exist, and the size of G."""
     tile = tl.program_id(0)
     i = tl.load(tiles + tile)
     first = tl.load(tiles + count + tile)
@@ -246,9 +244,7 @@ def finish_tiles(
     slot = at_sent - start
     owned = (slot >= 0) & (slot < mine) & inside
     mean = _decode(gathered, tl.load(gathered_at + whole_row, mask=inside, other=0), inside, BITS, WORDS)
-    own_mean = tl.load(
-        means + slot.to(tl.int64)[:, None, None] * BLOCK + within, mask=owned[:, None, None], other=0.0
-    )
+    own_mean = tl.load(means + slot.to(tl.int64)[:, None, None] * BLOCK + within, mask=owned[:, None, None], other=0.0)
     decoded = _decode(sent, at_sent, inside & (slot < 0) | inside & (slot >= mine), BITS, WORDS)
     lost = (own_mean - mean) * workers  # by the second encoding, for which the owner answers
     x = _load(g, e, at, there, FAST, ADD)
