@@ -54,7 +54,7 @@ class ByShape:
         feedback = self.codec
         if not isinstance(feedback, ErrorFeedback) or not feedback.is_plain or self.rest != Exact():
             return None
-        if not isinstance(feedback.codec, LowRank) or not can_fuse_all(tensors):
+        if not isinstance(feedback.codec, LowRank) or feedback.codec.bits or not can_fuse_all(tensors):
             return None
         residual, inner = feedback_state(state.setdefault("codec", {}))
         return fast_by_shape(feedback.codec, self._split, tensors, residual, Factors(inner))

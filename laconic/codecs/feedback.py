@@ -12,8 +12,9 @@ from torch import Tensor
 from laconic.codecs.contract import Codec, check_codec, keep_if, narrowed, wide_dtype
 from laconic.codecs.low_rank import LowRank
 from laconic.codecs.low_rank_state import Factors
-from laconic.comm.requests import Averaged, Decide, Exchange, State, Tensors
-from laconic.kernels.choose import fast_feedback
+from laconic.codecs.quantized import Quantized
+from laconic.comm.requests import Averaged, Decide, Exchange, Rank, State, Tensors
+from laconic.kernels.choose import can_fuse_rows, fast_feedback
 from laconic.values import as_code, is_number
 
 
@@ -70,6 +71,13 @@ class ErrorFeedback:
             fast = fast_feedback(self.codec, tensors, residual, Factors(inner))
             if fast is not None:
                 return (yield from fast)
+        quantized = self.codec if isinstance(self.codec, Quantized) and reuse and self.is_plain else None
+        if quantized is not None and can_fuse_rows(quantized, tensors, residual):
+            worker, workers = (yield Rank()).tolist()
+            if workers > 1:
+                from laconic.kernels.cuda.shards import quantized_feedback  # needs Triton
+
+                return (yield from quantized_feedback(quantized, tensors, residual, inner, worker, workers))
         inputs = {name: _with_residual(t, residual.get(name), self.decay) for name, t in tensors.items()}
         end = yield from self.codec.average(inputs, inner)
         ok = end.finite() if end.decided else (yield Decide(end.finite()))

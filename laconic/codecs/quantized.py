@@ -12,6 +12,7 @@ from laconic.codecs import few_bits
 from laconic.codecs.contract import accept_every_shape, narrowed, wide_dtype
 from laconic.codecs.shards import Rows, reduce_in_shards
 from laconic.comm.requests import Averaged, Decide, Exchange, State, Tensors, all_finite
+from laconic.kernels.choose import can_decode, can_encode
 from laconic.values import as_code, is_whole
 
 BITS = (8, 4, 2, 1)
@@ -52,11 +53,19 @@ class Quantized:
 
     def encode(self, rows: Tensor, counts: Tensor | None, keys: Tensor | None) -> Tensor:
         """Encode rows of numbers as messages."""
+        if keys is None and can_encode(rows, self.block):
+            from laconic.kernels.cuda import rows as kernels  # needs Triton
+
+            return kernels.encode(rows, self.bits, counts)
         noise = None if keys is None else few_bits.uniform_noise(keys, self.block)
         return few_bits.encode(rows, self.bits, counts, noise)
 
     def decode(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
         """Decode messages into rows of numbers."""
+        if can_decode(messages, dtype, self.block):
+            from laconic.kernels.cuda import rows as kernels  # needs Triton
+
+            return kernels.decode(messages, self.bits, self.block)
         return few_bits.decode(messages, self.bits, self.block, dtype)
 
     def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:

@@ -54,7 +54,7 @@ def reduce_in_shards(tensors: Tensors, codec: Rows, state: State, turn: int | No
     worker, workers = (yield Rank()).tolist()
     if workers == 1 or not tensors:  # nothing is sent, nothing is lost
         return Reduced(dict(tensors), lambda: dict(tensors))
-    shards = _known_shards(tensors, codec.row, workers, state)
+    shards = known_shards(tensors, codec.row, workers, state)
     mine = shards.order[shards.starts[worker] : shards.starts[worker + 1]]
     rows = shards.rows(tensors)
     sent = codec.encode(rows, shards.counts, shards.keys(turn, worker))
@@ -62,6 +62,8 @@ def reduce_in_shards(tensors: Tensors, codec: Rows, state: State, turn: int | No
     exact = parts[worker] = rows[mine]
     mean_of_mine = parts.div_(workers).sum(0)
     counts = None if shards.counts is None else shards.counts[mine]
+    if counts is not None:  # with 2 bits and 1 bit, no code stands for zero: padding is not decoded as zeros
+        mean_of_mine[torch.arange(codec.row, device=rows.device) >= counts[:, None]] = 0
     keys = shards.keys(turn, workers)
     second = codec.encode(mean_of_mine, counts, None if keys is None else keys[mine])
     most = max(shards.sizes)
@@ -124,14 +126,13 @@ class Shards:
         return found
 
 
-def _known_shards(tensors: Tensors, row: int, workers: int, state: State) -> Shards:
+def known_shards(tensors: Tensors, row: int, workers: int, state: State) -> Shards:
     """Return the shards of these tensors from a cache in the state, which is never saved."""
-    known: dict[tuple[str, ...], Shards] = state.setdefault("_shards", {})
-    key = tuple(tensors)
+    known: dict[tuple[tuple[str, torch.Size], ...], Shards] = state.setdefault("_shards", {})
+    key = tuple((name, t.shape) for name, t in tensors.items())  # one name has two shapes if its factors are averaged
     found = known.get(key)
     device = next(iter(tensors.values())).device
-    fits = found is not None and (found.row, len(found.sizes), found.order.device) == (row, workers, device)
-    if found is None or not fits or any(found.shapes[name] != t.shape for name, t in tensors.items()):
+    if found is None or (found.row, len(found.sizes), found.order.device) != (row, workers, device):
         for other in [names for names in known if not set(names).isdisjoint(key)]:
             del known[other]  # an older layout of the same tensors
         found = known[key] = Shards(tensors, row, workers)

@@ -11,6 +11,7 @@ from torch import Tensor
 from laconic.codecs import few_bits
 from laconic.codecs.quantized import averaged_in_rows, check_bits
 from laconic.comm.requests import Exchange, State, Tensors
+from laconic.kernels.choose import can_decode, can_encode
 from laconic.values import as_code, is_number, is_whole
 
 _LEVELS, _SPLIT = (0.92, 1.32), 1.12
@@ -72,8 +73,12 @@ class TopK:
         return (yield from averaged_in_rows(self, tensors, state))
 
     def encode(self, rows: Tensor, counts: Tensor | None, keys: Tensor | None) -> Tensor:
-        """Encode chunks: values, then places."""
-        places = rows.abs().topk(self.kept, dim=1, sorted=False).indices
+        """Encode chunks: values, then places, in ascending order of places."""
+        if can_encode(rows, self.chunk, least=256, most=8192):
+            from laconic.kernels.cuda.rows import encode_largest  # needs Triton
+
+            return encode_largest(rows, self.kept, self.bits)
+        places = rows.abs().topk(self.kept, dim=1, sorted=False).indices.sort(1).values
         values = rows.gather(1, places)
         if self.bits is None:
             encoded = values.float().view(torch.uint8)
@@ -85,6 +90,10 @@ class TopK:
 
     def decode(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
         """Decode messages into chunks, with zeros between the values."""
+        if can_decode(messages, dtype, self.chunk, least=256, most=8192):
+            from laconic.kernels.cuda.rows import decode_largest  # needs Triton
+
+            return decode_largest(messages, self.kept, self.chunk, self.bits)
         size = 4 * self.kept if self.bits is None else few_bits.width(self.kept, self.bits)
         encoded = messages[..., :size]
         if self.bits is None:

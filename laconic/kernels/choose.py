@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from laconic.codecs.low_rank import LowRank
     from laconic.codecs.low_rank_state import Factors
+    from laconic.codecs.quantized import Quantized
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,32 @@ def can_collect(tensors: Tensors) -> bool:
     return small and all(t.is_contiguous() and t.numel() for t in tensors.values()) and _has_triton()
 
 
+def can_encode(rows: Tensor, block: int, least: int = 16, most: int = 8192) -> bool:
+    """Return whether a kernel encodes such rows."""
+    return rows.dtype == torch.float32 and _has_row_kernels(rows, block, least, most)
+
+
+def can_decode(messages: Tensor, dtype: torch.dtype, block: int, least: int = 16, most: int = 8192) -> bool:
+    """Return whether a kernel decodes such messages."""
+    return dtype == torch.float32 and _has_row_kernels(messages, block, least, most)
+
+
+def can_fuse_rows(codec: Quantized, tensors: Tensors, residual: Tensors) -> bool:
+    """Return whether kernels serve `ErrorFeedback(codec)`, in the memory of these tensors and residuals."""
+    some = next(iter(tensors.values()), None)
+    if some is None or codec.rounding != "nearest" or not _has_row_kernels(some, codec.block):
+        return False
+    if some.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    kept = [residual[name] for name in tensors if name in residual]
+    wide = all(e.dtype == torch.float32 and e.device == some.device for e in kept)
+    return wide and all(t.is_contiguous() and t.numel() for t in [*tensors.values(), *kept])
+
+
+def _has_row_kernels(t: Tensor, block: int, least: int = 16, most: int = 8192) -> bool:
+    return t.device.type == "cuda" and not block & (block - 1) and least <= block <= most and _has_triton()
+
+
 def own_is_in_residual() -> dict[str, Tensor]:
     """Raise the error of a fused exchange that is asked for `own()`."""
     raise RuntimeError("A fused exchange does not keep its own part: it went into the residual. Pass reuse=False.")
@@ -98,7 +125,7 @@ def _can_fuse(codec: LowRank, tensors: Tensors, factors: Factors) -> bool:
 
 def _has_kernels(codec: LowRank, tensors: Tensors) -> bool:
     some = next(iter(tensors.values()))
-    if some.device.type != "cuda" or codec.bits is not None or not _has_triton():
+    if some.device.type != "cuda" or not _has_triton():
         return False
     smallest = min(min(t.shape[0], t.shape[1:].numel()) for t in tensors.values())
     return some.dtype in (torch.float32, torch.bfloat16, torch.float16) and codec.rank <= min(MAX_RANK, smallest)
@@ -108,5 +135,5 @@ def _has_kernels(codec: LowRank, tensors: Tensors) -> bool:
 def _has_triton() -> bool:
     if importlib.util.find_spec("triton") is not None:
         return True
-    logger.warning("Triton is not installed: PowerSGD on CUDA uses plain matrix products, which are slower.")
+    logger.warning("Triton is not installed: codecs on CUDA use plain torch operations, which are slower.")
     return False

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 from operator import is_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
-from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Request, Tensors
+from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Rank, Request, Tensors
 from laconic.kernels.choose import own_is_in_residual
 from laconic.kernels.cuda.launches import Sequence
 from laconic.kernels.cuda.matrices import BucketMatrices
@@ -22,6 +22,8 @@ from laconic.kernels.cuda.matrices import BucketMatrices
 if TYPE_CHECKING:
     from laconic.codecs.low_rank import LowRank
     from laconic.codecs.low_rank_state import Factors
+
+_Phases: TypeAlias = Generator[Request | Decide | Rank, Tensor, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,23 +77,37 @@ def bind(
     return Bound(bucket, whole, list(whole.values()), residual, [residual[name] for name in matrices], factors)
 
 
-def _two_rounds(bucket: BucketMatrices) -> Generator[Request, Tensor, str]:
+def _two_rounds(bucket: BucketMatrices) -> _Phases:
     """Run all phases but the last, and return its name: it changes residuals and factors, if the flag `keep` is set."""
     bucket.run("first p")
-    _store(bucket.p_message, (yield Mean(bucket.p_message)))
+    yield from _average(bucket, "p")
     bucket.run("between")
-    _store(bucket.q_message, (yield Mean(bucket.q_message)))
+    yield from _average(bucket, "q")
     bucket.run("check q")
     return "last q"
 
 
-def _one_round(bucket: BucketMatrices, factors: Factors) -> Generator[Request, Tensor, str]:
+def _one_round(bucket: BucketMatrices, factors: Factors) -> _Phases:
     """The same with one message, of Q or of P."""
-    side, message = ("q", bucket.q_message) if factors.sends_q(bucket.names[0]) else ("p", bucket.p_message)
+    side = "q" if factors.sends_q(bucket.names[0]) else "p"
     bucket.run(f"first {side}")
-    _store(message, (yield Mean(message)))
+    yield from _average(bucket, side)
     bucket.run(f"check {side}")
     return f"last {side}"
+
+
+def _average(bucket: BucketMatrices, side: str) -> Generator[Request | Decide | Rank, Tensor, None]:
+    """Average a message in its memory; in few bits, its own part becomes what the messages amount to."""
+    message = bucket.p_message if side == "p" else bucket.q_message
+    if bucket.codec.bits is None:
+        _store(message, (yield Mean(message)))
+        return
+    worker, workers = (yield Rank()).tolist()
+    if workers > 1:
+        shards = bucket.shards(side, worker, workers)
+        messages = yield from shards.reduce()
+        needs_own = side == "q" or bucket.codec.rounds == "alternating"
+        shards.finish(messages, keep=bucket.never, own=needs_own)
 
 
 def _store(message: Tensor, mean: Tensor) -> None:

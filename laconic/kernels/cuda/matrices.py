@@ -13,12 +13,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from laconic.codecs.quantized import Quantized
+from laconic.codecs.shards import Shards
 from laconic.comm.requests import Tensors
 from laconic.kernels.cuda import launches
 from laconic.kernels.cuda import triton_low_rank as kernels
 from laconic.kernels.cuda.collect import Collection
 from laconic.kernels.cuda.launches import Launch
 from laconic.kernels.cuda.orthonormal import Orthonormal
+from laconic.kernels.cuda.shards import ShardTiles
 
 if TYPE_CHECKING:
     from laconic.codecs.low_rank import LowRank
@@ -40,7 +43,7 @@ class BucketMatrices:
         rank, alternating = codec.rank, codec.rounds == "alternating"
         self.chunk = kernels.CHUNK_ROWS
         parts = [-(-m // self.chunk) * n for m, n in self.shapes]
-        p_at, q_at, part_at = _places(rows, rows), _places(columns, columns), _places(parts, columns)
+        p_at, q_at, part_at = self._at = _places(rows, rows), _places(columns, columns), _places(parts, columns)
         self.matrices = self._table(list(zip(rows, columns, p_at, q_at, part_at, strict=True)), torch.int32)
         self.p = torch.zeros(rank * sum(rows), device=self.device)
         self.q = torch.zeros(rank * sum(columns), device=self.device)
@@ -63,6 +66,7 @@ class BucketMatrices:
         self.keep = torch.ones((), dtype=torch.int32, device=self.device)
         """The same, until the caller writes the verdict on all exchanges of the step into it."""
         self.always = torch.ones((), dtype=torch.int32, device=self.device)
+        self.never = torch.zeros_like(self.always)
         # `parts` are summed before `Orthonormal` uses the same memory.
         self.parts = torch.empty(max(rank * sum(parts), longest), device=self.device)
         self.orthonormal_p = Orthonormal(rows, p_at, rank, self.parts[:longest])
@@ -72,6 +76,7 @@ class BucketMatrices:
         self._known: list[int] = []
         self._aligned: list[bool] = []
         self._sequences: dict[str, launches.Sequence] = {}
+        self._shards: dict[tuple[str, int, int], ShardTiles] = {}
 
     def set_addresses(self, matrices: Tensors, residual: Mapping[str, Tensor], rest: Tensors) -> None:
         """Update the tables of addresses if they have changed."""
@@ -104,6 +109,25 @@ class BucketMatrices:
             }[phase]  # fmt: skip
             sequence = self._sequences[phase] = launches.Sequence(make())
         sequence()
+
+    def shards(self, side: str, worker: int, workers: int) -> ShardTiles:
+        """Return the factors of the message "p" or "q" in few bits: for each of them its own part, as far as needed."""
+        key = (side, worker, workers)
+        if key not in self._shards:
+            message, own = (self.p_message, self.own_p) if side == "p" else (self.q_message, self.own_q)
+            factors, own_parts = self._factors(message, side), self._factors(own, side)
+            codec = Quantized(self.codec.bits or 8)
+            tiles = ShardTiles(factors, Shards(factors, codec.block, workers), codec, worker, add=False)
+            tiles.set_addresses(list(factors.values()), list(own_parts.values()))
+            self._shards[key] = tiles
+        return self._shards[key]
+
+    def _factors(self, flat: Tensor, side: str) -> dict[str, Tensor]:
+        """Return views of a flat tensor of factors, [rank, rows or columns] each."""
+        rank, (p_at, q_at, _) = self.codec.rank, self._at
+        places = zip(self.names, self.shapes, p_at if side == "p" else q_at, strict=True)
+        lengths = {name: (shape[0 if side == "p" else 1], at) for name, shape, at in places}
+        return {name: flat[rank * at :][: rank * m].view(rank, m) for name, (m, at) in lengths.items()}
 
     def _first_p(self) -> list[Launch]:
         return [*self._gather(self.p_message), *self._compute_p()]
