@@ -112,6 +112,15 @@ def has_residuals(state: State) -> bool:
     return any(_residuals(state))
 
 
+def residuals_by_name(state: State) -> dict[str, Tensor]:
+    """Return all residuals in the state of a codec by the name of their tensor; of several of one name, their sum."""
+    found: dict[str, Tensor] = {}
+    for residual in _residuals(state):
+        for name, t in residual.items():
+            found[name] = found[name] + t if name in found else t
+    return found
+
+
 def rescale_residuals(state: State, factor: float | Tensor) -> None:
     """Multiply all residuals by `factor`, in place, as when the loss scale changes.
 

@@ -22,6 +22,7 @@ from laconic.comm.queue import CollectiveQueue
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
 from laconic.session.anchor import Anchors
+from laconic.session.clipping import Clipping
 from laconic.session.ddp import DDPPath, check_dense, find_ddp
 from laconic.session.fsdp import ShardedPath, check_sharded, replicas_of
 from laconic.session.grad_scaler import ScaledSteps, skips_itself
@@ -55,6 +56,7 @@ def attach(
     verify_every: int | None = None,
     compress_alone: bool = False,
     scaler: GradScaler | None = None,
+    clip_norm: float | None = None,
 ) -> Session:
     """Synchronise the workers that hold copies of `model` as `plan` says.
 
@@ -88,11 +90,14 @@ def attach(
         compress_alone: Whether the codec also runs in a world of one, to measure it; nothing is sent there.
         scaler: The GradScaler of the training, if there is one. A DDP or sharded model averages scaled gradients, and
             error feedback must know when the loss scale changes. Bare modules do not need it.
+        clip_norm: Scale the averaged gradients of each optimizer down to this norm before it steps, as torch's
+            `clip_grad_norm_` does: over all shards, after unscaling, and also in steps that average nothing.
 
     Raises:
         DisagreementError: On all workers, if they differ in model, plan or versions.
     """
     optimizers = check_arguments(plan, model, optimizer)
+    clipping = Clipping(clip_norm)
     check_wrapping(model)
     units = find_units(model)
     observers = observers_from_env()
@@ -113,7 +118,8 @@ def attach(
         averager = GradientAverager(model_state, known, check, compress_alone, scaler if units or ddp else None)
         weights = WeightSync(model_state, known, optimizers, commit, anchors, policy, averager.chosen)
         settings = {"commit": commit, "nonfinite": policy, "verify_every": verify_every, "sync_initial": sync_initial}
-        agree(known.world, "what is attached", handshake_facts(plan, model_state, model, optimizers, settings))
+        facts = handshake_facts(plan, model_state, model, optimizers, {**settings, "clip_norm": clip_norm})
+        agree(known.world, "what is attached", facts)
         plan.check_fragments(len(model_state.originals))
         tell_learning_rates(known.world, optimizers)
         known.prepare(plan.levels)
@@ -127,7 +133,7 @@ def attach(
         else:
             path = ModulePath(model, averager, headers, scaled)
         sync_initial_weights(model_state, known.world, sync_initial, bare=ddp is None)
-        steps = Steps(plan, path, averager, weights, divergence, headers, scaled, ledger)
+        steps = Steps(plan, path, averager, weights, divergence, headers, scaled, ledger, clipping)
         steps.at_first_step = partial(check_first_step, None if path.in_backward else model)
         session = Session(steps, averager, ledger)
         session.install(scaled)

@@ -71,11 +71,16 @@ class ScaledSteps:
     @property
     def has_scale(self) -> bool:
         """Whether a GradScaler drives this step, and the gradients are still multiplied by the loss scale."""
-        return getattr(self.optimizer, "grad_scale", None) is not None
+        return self.loss_scale is not None
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The loss scale that the gradients are still multiplied by; None if there is none."""
+        return getattr(self.optimizer, "grad_scale", None)
 
     def unscale(self) -> None:
         """Divide the gradients by the loss scale, unless that is done: workers may have different scales."""
-        scale = getattr(self.optimizer, "grad_scale", None)
+        scale = self.loss_scale
         if scale is not None:
             torch._foreach_div_([p.grad for p in self._with_gradient() if p.grad is not None], scale)
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from laconic.codecs.packing import bucketed, pack, unpack
 from laconic.comm.averaging import written
 from laconic.comm.queue import CollectiveQueue
 from laconic.comm.requests import Averaged, Exchange, First, State, true
+from laconic.session.carry_over import carry_gradients
 from laconic.torch_private.modules import tensors_of
 
 
@@ -54,9 +55,13 @@ class ModelState:
         self.refresh()
         self.unsynced.clear()
 
-    def reset(self) -> None:
-        """Drop all state."""
-        self.state = {"gradient": {}, "weights": {}, "outer": {}}
+    def reset(self, carry: bool = False) -> None:
+        """Drop all state; with `carry`, not the residuals of gradients, and the loss scale that they are in."""
+        if carry:
+            kept = {key: self.state[key] for key in ("loss_scale",) if key in self.state}
+            self.state = {"gradient": carry_gradients(self.state["gradient"]), "weights": {}, "outer": {}, **kept}
+        else:
+            self.state = {"gradient": {}, "weights": {}, "outer": {}}
 
     def refresh(self) -> None:
         """Look the model up again, if a tensor, its memory, or what is trained has changed."""

@@ -21,10 +21,13 @@ from torch.optim import Optimizer
 from laconic.checks.agreement import agree
 from laconic.checks.divergence import DivergenceCheck
 from laconic.checks.headers import Headers
+from laconic.codecs.feedback import has_feedback
 from laconic.comm.groups import Levels
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Quadratic, Sync, SyncClock
+from laconic.session.carry_over import apply_residuals
+from laconic.session.clipping import Clipping
 from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager, GradientPath
 from laconic.session.stop import StepHeaders
@@ -44,6 +47,7 @@ class Steps:
         headers: StepHeaders,
         scaled: Sequence[ScaledSteps],
         ledger: Ledger,
+        clipping: Clipping,
     ) -> None:
         self.plan = plan
         self.step = 0
@@ -57,6 +61,7 @@ class Steps:
         self._model_state = averager.model_state
         self._scaled = scaled
         self._ledger = ledger
+        self._clipping = clipping
         self._gradient: Sync | None = None
         self.at_first_step: Callable[[Levels], None] | None = None
         """What is checked when the first step begins."""
@@ -138,7 +143,9 @@ class Steps:
             return
         if self._void is True:
             optimizer.skip_step()
-        elif isinstance(self._void, Tensor):
+            return
+        self._clipping.clip(optimizer)
+        if isinstance(self._void, Tensor):
             optimizer.skip_step_if(self._void)
 
     def _read_lr(self) -> None:
@@ -206,14 +213,15 @@ class Steps:
     def _compare_weights(self, local: bool) -> None:
         self.divergence.after_sync(self.levels.world, self._model_state.params, local, self.step)
 
-    def average_weights(self, optimizers: bool = False) -> None:
+    def average_weights(self, optimizers: bool = False, force: bool = False) -> None:
         """Average the weights of all workers, where local steps have made them different, and the optimizers' state."""
         self.weights.settle(self.plan, step=sys.maxsize)
-        if self.plan.local and self.step >= self.plan.schedule.start and (optimizers or self.clock.since != self.step):
+        different = optimizers or force or self.clock.since != self.step
+        if self.plan.local and self.step >= self.plan.schedule.start and different:
             self.weights.average_all(self.headers, optimizers)
 
     def change(self, plan: Plan) -> None:
-        """Go on with another plan. Residuals of the old codec are dropped."""
+        """Go on with another plan, which delivers the residuals of the old codec (`carry_over.py`)."""
         if not isinstance(plan, Plan):
             raise TypeError(f"change({plan!r}): a Plan is needed, such as laconic.power_sgd(rank=4).")
         self.path.check_plan(plan)
@@ -221,11 +229,16 @@ class Steps:
         plan.check_fragments(len(self._model_state.originals))
         self.levels.prepare(plan.levels)
         clock = SyncClock(since=max(self.step, plan.schedule.start - 1))
+        gradients = any(s.payload is Payload.GRADIENT for s in plan.syncs_at(self.step + 1, clock))
+        self.weights.settle(self.plan, step=sys.maxsize)
+        lagging = self.plan.needs_anchor and has_feedback(self.plan.codec)
+        if lagging:
+            apply_residuals(self._model_state.params, self._model_state.state["weights"])
         # Equal gradients move weights alike only if the optimizers' moments are equal, too.
-        self.average_weights(optimizers=any(s.payload is Payload.GRADIENT for s in plan.syncs_at(self.step + 1, clock)))
+        self.average_weights(optimizers=gradients, force=lagging)
         self._averager.equalise_loss_scale()
         self.plan, self.clock = plan, clock
-        self._model_state.reset()
+        self._model_state.reset(carry=gradients)
         self.weights.forget()
         self.prepare()
 

@@ -60,7 +60,7 @@ def test_all_that_is_learned_is_in_matrices(model, request):
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_only():
-    cos, sin = rotary_angles(time=8, head_width=4)
+    cos, sin = rotary_angles(time=8, head_width=4, device=torch.device("cpu"))
     q, k = torch.randn(4), torch.randn(4)
     turned_q = rotate(q.expand(1, 1, 8, 4), cos, sin)[0, 0]
     turned_k = rotate(k.expand(1, 1, 8, 4), cos, sin)[0, 0]

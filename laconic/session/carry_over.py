@@ -1,0 +1,58 @@
+"""What `session.change(plan)` carries over: residuals that the old codec has not delivered.
+
+Residuals of gradients are added to the gradients of the next step that averages some: the new codec sends them, and
+keeps what it cannot send if it has error feedback. Residuals of weight deltas are applied at once, where the plan
+changes: each worker subtracts its own from its weights before these are averaged exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from laconic.codecs.feedback import residuals_by_name
+from laconic.comm.requests import Decide, Exchange, State
+
+_KEY = "carried"
+"""In the state of gradients. Its tensors are found as residuals are: they follow the loss scale, and are saved."""
+
+
+def carry_gradients(old: State) -> State:
+    """Return a new state of gradients, with the residuals of an old one to be delivered."""
+    residuals = residuals_by_name(old)
+    return {_KEY: {"residual": residuals}} if residuals else {}
+
+
+def has_carried(state: State) -> bool:
+    """Return whether residuals wait to be delivered."""
+    return _KEY in state
+
+
+def deliver(tensors: Mapping[str, Tensor], state: State, average: Callable[[], Exchange]) -> Exchange:
+    """Run the exchange that `average` makes of `tensors`, with the residuals added that were carried over."""
+    waiting: dict[str, Tensor] = state[_KEY]["residual"] if _KEY in state else {}
+    here = [name for name in tensors if name in waiting]
+    if not here:
+        return (yield from average())
+    with torch.no_grad():
+        for name in here:
+            tensors[name].add_(waiting[name])
+    end = yield from average()
+    ok = end.finite() if end.decided else (yield Decide(end.finite()))
+    if bool(ok):  # a step that is void has delivered nothing
+        for name in here:
+            del waiting[name]
+    if not waiting:
+        state.pop(_KEY, None)
+    return replace(end, finite=lambda: ok, decided=True)
+
+
+@torch.no_grad()
+def apply_residuals(params: Mapping[str, Tensor], state: State) -> None:
+    """Subtract the residuals of deltas from this worker's weights."""
+    for name, residual in residuals_by_name(state).items():
+        if name in params:
+            params[name].sub_(residual.to(params[name].device))
