@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from laconic import plan as parse_plan
 from laconic.cli import options
 from laconic.cli.options import DEFAULT
 from laconic.cli.running import CommandOptions, run_all, workers_here
@@ -13,7 +14,7 @@ from laconic.compare.links import Link, LinkError
 from laconic.compare.links import link as parse_link
 from laconic.compare.settings import LabError, Run, Script
 
-DEFAULT_PLANS = ("ddp()", "power_sgd(rank=4)", "post_local_sgd(period=16)")
+DEFAULT_PLANS = ("ddp()", "alone()", "power_sgd(rank=4)", "post_local_sgd(period=16)")
 
 
 def compare(
@@ -25,6 +26,7 @@ def compare(
         list[str] | None,
         typer.Option(help=f"A plan to compare; repeat for more. Default: {', '.join(DEFAULT_PLANS)}."),
     ] = None,
+    baselines: options.Baselines = True,
     link: options.LinkText = None,
     hosts: options.HostCount = None,
     computed: options.Computed = False,
@@ -33,6 +35,7 @@ def compare(
     steps: options.StepsAtMost = None,
     seconds: options.Seconds = None,
     until_loss: options.UntilLoss = None,
+    validate_every: options.ValidateEvery = DEFAULT.validate_every,
     model: options.Model = DEFAULT.model,
     layers: options.Layers = DEFAULT.layers,
     width: options.Width = DEFAULT.width,
@@ -53,15 +56,16 @@ def compare(
 ) -> None:
     """Run the same training once with each plan, and compare loss, bytes and time.
 
+    Two baselines run beside the plans: ddp(), and alone(), whose workers never synchronise.
     If a comparison was stopped, the same command continues it with the missing plans.
     """
     given = _workers(hosts, workers, link)
     connected = _link(link, given)
     count = workers_here(given if connected is None else connected.workers)
-    plans = plan or list(DEFAULT_PLANS)
+    plans = _with_baselines(plan or list(DEFAULT_PLANS), baselines and count > 1)
     first: Run
     if script is not None:
-        first = Script(plans[0], script, tuple(arguments or ()), count, steps, seconds, until_loss)
+        first = Script(plans[0], script, tuple(arguments or ()), count, steps, seconds, until_loss, validate_every)
     elif arguments:
         raise LabError(f"-- {' '.join(arguments)}: these are for a script. Give one with --script train.py.")
     else:
@@ -69,8 +73,21 @@ def compare(
         first = options.lab_settings(command, plan=plans[0], workers=count, steps=steps)
     chosen = CommandOptions(port, oversubscribe, json, plain, report, png, connected, computed, resume=not fresh)
     runs = [replace(first, plan=text) for text in plans]
-    labels = {Row(index, worker=0): run.plan for index, run in enumerate(runs)}
+    if baselines and count > 1 and connected is not None and until_loss is not None:
+        runs.append(replace(first, plan="ddp()", without_link=True))
+    labels = {Row(index, worker=0): run.label for index, run in enumerate(runs)}
     run_all(runs, chosen, labels)
+
+
+def _with_baselines(plans: list[str], wanted: bool) -> list[str]:
+    """The plans, with `ddp()` before them if it is missing, and `alone()` after it."""
+    known = [str(parse_plan(text)) for text in plans]
+    if wanted and "ddp()" not in known:
+        plans, known = ["ddp()", *plans], ["ddp()", *known]
+    if wanted and "alone()" not in known:
+        after = known.index("ddp()") + 1
+        plans = [*plans[:after], "alone()", *plans[after:]]
+    return plans
 
 
 def _workers(hosts: int | None, workers: int | None, link: str | None) -> int | None:

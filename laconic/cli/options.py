@@ -35,16 +35,26 @@ Width = Annotated[int, _model(help="Width of the embedding, or channels.")]
 Heads = Annotated[int, _model(help="Attention heads (gpt).")]
 Context = Annotated[int, _model(help="Length of a sequence, in bytes (gpt).")]
 
-_STEPS = "Steps of the optimizer, at most; the learning rate follows them. Default: 192, or the script's own end."
+_STEPS = (
+    f"Steps of the optimizer, at most; the learning rate follows them. Default: {DEFAULT.steps}, or the script's own "
+    "end."
+)
 StepsAtMost = Annotated[int | None, _stop(help=_STEPS)]
 Seconds = Annotated[float | None, _stop(help="Stop each run after this many seconds.")]
-_LOSS = "Stop each run at this loss: the training loss, averaged over 8 steps and all workers."
+_LOSS = (
+    "Stop each run at this validation loss of the averaged weights. For a script that reports none: at this training "
+    "loss, averaged over 8 steps and all workers."
+)
 UntilLoss = Annotated[float | None, _stop(help=_LOSS)]
+_EVERY = "Steps from one validation to the next. Its time does not count."
+ValidateEvery = Annotated[int, _stop(help=_EVERY)]
 
 _RATE = (
     "Put each worker on a host of its own behind a link of this rate, such as 100mbit, or of several levels, innermost "
     'first, such as "2 @ 1gbit, 2 @ 50mbit".'
 )
+_BASELINES = "Also run ddp() and alone(), and, with a link and a target loss, ddp() without the link."
+Baselines = Annotated[bool, typer.Option("--baselines/--no-baselines", help=_BASELINES)]
 LinkText = Annotated[str | None, _link("--link", help=_RATE)]
 HostCount = Annotated[int | None, _link("--hosts", help="Hosts on the link, with one worker each.")]
 Computed = Annotated[bool, _link("--computed", help="Compute the link's time instead of making the link.")]

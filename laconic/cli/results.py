@@ -8,50 +8,55 @@ from rich.markup import escape
 from rich.table import Table
 
 from laconic.atomic_write import write_atomically, write_temporary
-from laconic.compare.judging import has_levels, reference, slow_bytes
-from laconic.compare.records import Outcome, as_json
+from laconic.compare.export import as_json
+from laconic.compare.judging import efficiency, has_levels, kept, no_better_than_alone, reference, slow_bytes
+from laconic.compare.records import Outcome
 from laconic.compare.settings import LabError
-from laconic.compare.units import human_bytes, ratio
+from laconic.compare.units import human_bytes, ratio, share
 
 
 def closing_table(outcomes: Sequence[Outcome]) -> Table:
-    """One row for each plan: its losses, the bytes sent, the seconds. Ratios are to `ddp()`, or else the first plan.
+    """One row for each plan: its losses, what it keeps of what talking gives, the bytes sent, the seconds.
+
+    Ratios are to `ddp()`, or else the first plan. A plan that is no better than `alone()` is said to be so.
 
     "fewer" counts the bytes of the outermost level alone. If plans also send inside groups, a column shows them.
     """
     first, levels = reference(outcomes), has_levels(outcomes)
-    table = Table(title=_title(outcomes[0]), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=_title(first), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("plan", overflow="fold")
-    target = [] if first.until_loss is None else [f"to {first.until_loss:g}", "sooner"]
-    seconds = "seconds" if first.clock == "measured" else "seconds\n(computed)"
+    target = [] if first.until_loss is None else ["sooner", "efficiency"]
+    seconds = "seconds" if first.until_loss is None else f"seconds\nto {first.until_loss:g}"
+    seconds += "" if first.clock == "measured" else "\n(computed)"
     between = ["between\ngroups"] if levels else []
-    for heading in (f"{first.loss_of} loss", "sent by each", *between, "fewer", seconds, *target):
+    for heading in (f"{first.loss_of} loss", "kept", "sent\nby each", *between, "fewer", seconds, *target):
         table.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
         table.add_row(
-            escape(outcome.plan),
+            escape(outcome.label) + ("\nno better than alone()" if no_better_than_alone(outcome, outcomes) else ""),
             f"{outcome.loss_start:.3f} -> {outcome.loss_final:.3f}",
+            share(kept(outcome, outcomes)),
             human_bytes(outcome.sent_bytes),
             *([human_bytes(slow_bytes(outcome))] if levels else []),
-            ratio(slow_bytes(first), slow_bytes(outcome)),
-            f"{outcome.seconds:.1f}",
-            *(_target(first, outcome) if target else []),
+            "-" if outcome.plan == "alone()" else ratio(slow_bytes(first), slow_bytes(outcome)),
+            f"{outcome.seconds:.1f}" if outcome.reached or not target else f"not in {outcome.seconds:.1f}",
+            *(_target(first, outcome, outcomes) if target else []),
         )
     return table
 
 
 def _title(first: Outcome) -> str:
-    until = f"{first.steps} steps" if first.until_loss is None else f"until loss {first.until_loss:g}"
+    until = f"{first.steps} steps" if first.until_loss is None else f"until {first.loss_of} loss {first.until_loss:g}"
     title = f"{first.model}, {first.parameters:,} parameters, {first.workers} workers, {until}"
     if first.link is not None:
         title += f", link {first.link}"
     return title if first.clock == "measured" else f"{title}, the link's time computed"
 
 
-def _target(first: Outcome, outcome: Outcome) -> tuple[str, str]:
-    if not outcome.reached:
-        return "no", "-"
-    return f"{outcome.seconds:.1f}", ratio(first.seconds, outcome.seconds) if first.reached else "-"
+def _target(first: Outcome, outcome: Outcome, outcomes: Sequence[Outcome]) -> tuple[str, str]:
+    speed = efficiency(outcome, outcomes)
+    sooner = ratio(first.seconds, outcome.seconds) if outcome.reached and first.reached else "-"
+    return sooner, "-" if speed is None else f"{speed:.2f}"
 
 
 def check_writable(path: Path, option: str = "--json") -> None:

@@ -129,9 +129,10 @@ def _run_launched(runs: Sequence[Run], options: CommandOptions, view: View, unfi
             view.message(
                 f"continuing after {len(finished)} of {len(runs)} plans, finished before; --fresh starts again"
             )
+        view.outcomes += [each.outcome for each in finished]
         with view.running():
             for index, run in list(enumerate(runs))[len(finished) :]:
-                finished.append(_launch(run, network, view, index))
+                finished.append(_launch(run, Network(options.port) if run.without_link else network, view, index))
                 view.finish(finished[-1].outcome)
                 if len(runs) > 1:
                     unfinished.save(finished)

@@ -9,17 +9,20 @@ from threading import Event, Thread
 from typing import Literal
 
 READ_EVERY_S = 0.1
+VALIDATE_EVERY = 5
+"""Reports from one validation to the next, where the script gives a function for it."""
 
 Ending = Literal["", "steps", "seconds", "loss"]
 
 
 @dataclass(frozen=True)
 class Goal:
-    """When a run ends: at the first of these that it reaches. None sets no limit."""
+    """When a run ends: at the first of these that it reaches. None sets no limit. And how often it is validated."""
 
     steps: int | None = None
     seconds: float | None = None
     loss: float | None = None
+    validate_every: int = VALIDATE_EVERY
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Progress:
 
     `steps` and `seconds_limit` are the limits of the run, 0 for none. `seconds` includes `link_s`, the computed time of
     the link; `communication_s` is the part of it during which a collective was in flight. `level_bytes` are the
-    `wire_bytes` of each level. `ended` is the limit that ended the run.
+    `wire_bytes` of each level. `ended` is the limit that ended the run. `validation` is the validation loss of all
+    workers, at the steps that have one.
 
     >>> now = Progress(worker=0, step=50, steps=200, loss=2.5, tokens_per_s=1e4, sent_bytes=8, seconds=10.0)
     >>> now.seconds_left
@@ -50,6 +54,7 @@ class Progress:
     level_bytes: dict[str, int] = field(default_factory=dict)
     seconds_limit: float = 0.0
     ended: Ending = ""
+    validation: float | None = None
 
     @property
     def seconds_left(self) -> float:

@@ -4,7 +4,7 @@ import array
 import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,15 +12,14 @@ from typing import Any
 import laconic
 from laconic.compare.progress import Ending, Progress, Tail, progress_file
 from laconic.compare.reporter import ABOUT, SMOOTHED, seconds_file
-from laconic.compare.settings import LabError, Run
-from laconic.compare.versions import versions
+from laconic.compare.settings import LabError, Run, label
 
 MOST_POINTS = 400
 
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a run's curve: the smoothed training loss, and the seconds and bytes of one worker so far."""
+    """One point of a run's curve: the loss at a step, and the seconds and bytes of one worker so far."""
 
     step: int
     seconds: float
@@ -38,7 +37,9 @@ class Outcome:
     `network_bytes` the same with the headers of gloo and TCP, and `interface_bytes` the count of the worker's network
     interface in the same time, if it has its own.
     `talking_seconds` is the time during which a collective was in flight, with or without computation;
-    `waiting_seconds` is the part of it spent waiting for slower workers. `loss_of` tells which loss is reported.
+    `waiting_seconds` is the part of it spent waiting for slower workers. `loss_of` tells which loss is reported, and is
+    compared with `until_loss`: the validation loss, of which `validations` has every value, or the training loss, of
+    which `curve` has the smoothed values.
     With `clock` "computed", the seconds of the link are computed from the bytes; all others are measured.
     """
 
@@ -67,6 +68,13 @@ class Outcome:
     wire_bytes_by_worker: tuple[int, ...] = ()
     interface_bytes_by_worker: tuple[int, ...] = ()
     curve: tuple[Point, ...] = ()
+    validations: tuple[Point, ...] = ()
+    without_link: bool = False
+
+    @property
+    def label(self) -> str:
+        """The plan, and whether it ran without the slow link of the others."""
+        return label(self.plan, self.without_link)
 
     @property
     def reached(self) -> bool:
@@ -81,7 +89,9 @@ def read_outcome(run: Run, folder: Path, only_worker: int | None = None) -> Outc
     parameters = _parameters(run, folder, reports)
     points, lasts = curve(reports), [of_one[-1] for of_one in reports]
     first = lasts[0]
-    losses: dict[str, Any] = {"loss_of": "training", "loss_start": points[0].loss, "loss_final": points[-1].loss}
+    validations = validation_points(reports[0])
+    losses: dict[str, Any] = {"loss_of": "validation" if validations else "training"}
+    losses |= {"loss_start": (validations or points)[0].loss, "loss_final": (validations or points)[-1].loss}
     return Outcome(
         plan=str(laconic.plan(run.plan)),
         parameters=parameters,
@@ -95,8 +105,10 @@ def read_outcome(run: Run, folder: Path, only_worker: int | None = None) -> Outc
         network_bytes=first.wire_bytes + first.framing_bytes,
         ended=first.ended or "steps",
         until_loss=run.until_loss,
+        without_link=run.without_link,
         level_bytes=first.level_bytes,
         curve=thinned(points),
+        validations=thinned(validations),
         **(losses | run.results(folder)),
         **(_by_worker(folder, lasts) if only_worker is None else {}),
     )
@@ -146,6 +158,12 @@ def curve(reports: Sequence[Sequence[Progress]]) -> list[Point]:
     return points
 
 
+def validation_points(reports: Sequence[Progress]) -> list[Point]:
+    """The validation loss at each report that has one, with the seconds and bytes of that worker."""
+    found = [(each, each.validation) for each in reports if each.validation is not None]
+    return [Point(each.step, round(each.seconds, 4), round(loss, 5), each.wire_bytes) for each, loss in found]
+
+
 def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
     """At most about 400 of the points, with the first and the last."""
     stride = -(-len(points) // MOST_POINTS) or 1
@@ -163,9 +181,3 @@ def waiting_share(seconds: Sequence[Sequence[float]]) -> float:
     of_all = list(zip(*seconds, strict=False))
     spent = sum(sum(each) for each in of_all)
     return sum(sum(each) - len(each) * min(each) for each in of_all) / spent if spent else 0.0
-
-
-def as_json(outcomes: Sequence[Outcome]) -> str:
-    """A JSON list with one object for each outcome. NaN and infinity, which JSON does not have, become null."""
-    rows = json.dumps([asdict(outcome) | {"versions": versions()} for outcome in outcomes])
-    return json.dumps(json.loads(rows, parse_constant=lambda name: None), indent=1, allow_nan=False) + "\n"

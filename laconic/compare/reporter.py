@@ -2,8 +2,9 @@
 
 `laconic compare` sets LACONIC_REPORT to a folder and names `from_env` in LACONIC_OBSERVERS. Each worker then writes
 its progress and the seconds of each collective to files of its own. The reporter also ends the run: after a number of
-steps or seconds, or at a training loss. It compares the mean loss of the last reports and of all workers, over a
-process group of its own, so its traffic is neither in the ledger nor on the link under study.
+steps or seconds, or at a loss: the validation loss where the script gives one (`validating.py`), else the mean
+training loss of the last reports and of all workers. Workers agree on it over a process group of their own, so its
+traffic is neither in the ledger nor on the link under study.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -31,8 +31,9 @@ from laconic.compare.inputs import Fingerprints, imported_files
 from laconic.compare.links import Link, collective_s, framing_bytes, link
 from laconic.compare.namespaces import CONTROL_INTERFACE_VARIABLE, INTERFACE_VARIABLE
 from laconic.compare.progress import Ending, Goal, Progress, Tail, progress_file
+from laconic.compare.validating import Validator, mean_over, number
 from laconic.ledger import Entry, Ledger
-from laconic.session.observers import StepObserver
+from laconic.session.observers import StepObserver, Validation
 from laconic.session.session import Session
 
 FOLDER = "LACONIC_REPORT"
@@ -99,20 +100,26 @@ class CompareReporter(StepObserver):
         self._file = progress_file(self._folder, self._worker).open("w", buffering=1)
         seconds = seconds_file(self._folder, self._worker).open("wb", buffering=0)
         self._times = TimedLedger(session.ledger, self._computed, seconds)
-        control = control_group(_workers_that_stop_together(session))
+        together = _workers_that_stop_together(session)
+        control = replicas = control_group(together)
+        if together is not session.group:
+            replicas = control_group(session.group)
         self._check = StopCheck(self._goal, control)
+        self._validate = Validator(self._goal.validate_every, control, replicas)
         if control is not None:
             dist.barrier(control)
         self._interface_before = interface_bytes() or 0
         self._began = time.perf_counter()
 
-    def report(self, session: Session, loss: float | Tensor, tokens: int) -> bool:
+    def report(self, session: Session, loss: float | Tensor, tokens: int, validation: Validation | None = None) -> bool:
         """Write the progress after a step; return whether the run has reached its goal."""
-        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        value = number(loss)
         self._tokens += tokens
-        seconds = time.perf_counter() - self._began + self._times.link_s
-        ended = self._check(session.step, value, seconds)
-        progress = self._progress(session, value, seconds, ended)
+        self._check.validates |= validation is not None
+        validated = self._validate(session, validation, self._check.is_last(session.step))
+        seconds = time.perf_counter() - self._began - self._validate.paused_s + self._times.link_s
+        ended = self._check(session.step, value, seconds, validated)
+        progress = self._progress(session, value, seconds, ended, validated)
         self._file.write(json.dumps(asdict(progress)) + "\n")
         return bool(ended)
 
@@ -135,7 +142,9 @@ class CompareReporter(StepObserver):
             if self._worker == 0:
                 self._write_files()
 
-    def _progress(self, session: Session, loss: float, seconds: float, ended: Ending) -> Progress:
+    def _progress(
+        self, session: Session, loss: float, seconds: float, ended: Ending, validation: float | None
+    ) -> Progress:
         ledger, times = session.ledger, self._times
         counted = interface_bytes()
         return Progress(
@@ -154,6 +163,7 @@ class CompareReporter(StepObserver):
             level_bytes={name: total.wire_bytes for name, total in ledger.totals(by="level").items()},
             seconds_limit=self._goal.seconds or 0.0,
             ended=ended,
+            validation=validation,
         )
 
 
@@ -201,32 +211,32 @@ class StopCheck:
     """Decides after each report whether the run has reached its goal. All workers decide the same."""
 
     def __init__(self, goal: Goal, control: dist.ProcessGroup | None) -> None:
+        self.validates = False
+        """Whether the script reports validation losses, which are then compared with the target instead."""
         self._goal = goal
         self._control = control
         self._recent: deque[float] = deque(maxlen=SMOOTHED)
         self._reports = 0
 
-    def __call__(self, step: int, loss: float, seconds: float) -> Ending:
-        """Return which limit the run has reached, or "" if none."""
+    def is_last(self, step: int) -> bool:
+        """Whether this is the last step of the run at the latest."""
+        return self._goal.steps is not None and step >= self._goal.steps
+
+    def __call__(self, step: int, loss: float, seconds: float, validation: float | None = None) -> Ending:
+        """Return which limit the run has reached, or "" if none. `validation` is the same on all workers."""
         self._recent.append(loss)
         self._reports += 1
-        goal = self._goal
-        last = goal.steps is not None and step >= goal.steps
-        if (goal.seconds is not None or goal.loss is not None) and (last or self._reports % CHECKED_EVERY == 0):
-            loss, seconds = self._mean(sum(self._recent) / len(self._recent), seconds)
-            if goal.loss is not None and loss <= goal.loss:
+        goal, last = self._goal, self.is_last(step)
+        if goal.loss is not None and validation is not None and validation <= goal.loss:
+            return "loss"
+        wanted = goal.seconds is not None or (goal.loss is not None and not self.validates)
+        if wanted and (last or self._reports % CHECKED_EVERY == 0):
+            loss, seconds = mean_over(self._control, sum(self._recent) / len(self._recent), seconds)
+            if goal.loss is not None and not self.validates and loss <= goal.loss:
                 return "loss"
             if goal.seconds is not None and seconds >= goal.seconds:
                 return "seconds"
         return "steps" if last else ""
-
-    def _mean(self, *values: float) -> tuple[float, ...]:
-        """The mean of each value over the workers, bit-identical on all of them."""
-        if self._control is None:
-            return values
-        means = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(means, group=self._control)
-        return tuple((means / self._control.size()).tolist())
 
 
 def control_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import laconic
-from laconic.compare.progress import Goal
+from laconic.compare.progress import VALIDATE_EVERY, Goal
 from laconic.values import is_number, is_whole
 
 MODELS = ("gpt", "resnet")
@@ -29,7 +29,7 @@ class LabError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """One run of the lab's training: a plan, a model, its data and how long to train.
+    """One run of the lab's training: a plan, a model, its data and how long to train; with the slow link or without.
 
     >>> Settings(plan="power_sgd(rank=4)", workers=2, steps=10).width
     128
@@ -53,10 +53,12 @@ class Settings:
     bucket_mb: float = 25.0
     seconds: float | None = None
     until_loss: float | None = None
+    validate_every: int = VALIDATE_EVERY
+    without_link: bool = False
 
     def __post_init__(self) -> None:
         laconic.plan(self.plan)
-        for name in ("workers", "steps", "layers", "width", "heads", "context", "batch"):
+        for name in ("workers", "steps", "layers", "width", "heads", "context", "batch", "validate_every"):
             check_count(name, getattr(self, name))
         for name in ("lr", "bucket_mb", "seconds", "until_loss"):
             check_positive(name, getattr(self, name))
@@ -75,9 +77,14 @@ class Settings:
     title = "the lab's training"
 
     @property
+    def label(self) -> str:
+        """The plan, and whether it runs without the slow link of the others."""
+        return label(self.plan, self.without_link)
+
+    @property
     def goal(self) -> Goal:
         """When the run ends. The learning rate follows the steps in any case."""
-        return Goal(self.steps, self.seconds, self.until_loss)
+        return Goal(self.steps, self.seconds, self.until_loss, self.validate_every)
 
     def arguments(self, folder: Path) -> list[str]:
         """The arguments of the lab's script."""
@@ -106,15 +113,23 @@ class Script:
     steps: int | None = None
     seconds: float | None = None
     until_loss: float | None = None
+    validate_every: int = VALIDATE_EVERY
+    without_link: bool = False
 
     def __post_init__(self) -> None:
         laconic.plan(self.plan)
         check_count("workers", self.workers)
+        check_count("validate_every", self.validate_every)
         check_count("steps", self.steps)
         check_positive("seconds", self.seconds)
         check_positive("until_loss", self.until_loss)
         if not self.script.is_file():
             raise LabError(f"--script {self.script}: there is no such file. Give the path of a training script.")
+
+    @property
+    def label(self) -> str:
+        """The plan, and whether it runs without the slow link of the others."""
+        return label(self.plan, self.without_link)
 
     @property
     def title(self) -> str:
@@ -124,7 +139,7 @@ class Script:
     @property
     def goal(self) -> Goal:
         """When `session.report` returns True."""
-        return Goal(self.steps, self.seconds, self.until_loss)
+        return Goal(self.steps, self.seconds, self.until_loss, self.validate_every)
 
     def command(self, folder: Path) -> list[str]:
         """The command of a worker."""
@@ -138,6 +153,11 @@ class Script:
 Run = Settings | Script
 
 
+def label(plan: str, without_link: bool) -> str:
+    """The name of a run in tables and figures."""
+    return f"{plan} without the slow link" if without_link else plan
+
+
 def _losses_file(folder: Path) -> Path:
     return folder / "losses.json"
 
@@ -145,7 +165,8 @@ def _losses_file(folder: Path) -> Path:
 def check_count(name: str, value: int | None) -> None:
     """Refuse a count below 1. None is not set."""
     if value is not None and not is_whole(value):
-        raise LabError(f"--{name} {value}: there must be at least 1. Use --{name} 1 or more.")
+        option = f"--{name.replace('_', '-')}"
+        raise LabError(f"{option} {value}: there must be at least 1. Use {option} 1 or more.")
 
 
 def check_positive(name: str, value: float | None) -> None:

@@ -67,8 +67,8 @@ def digest(runs: Sequence[Run], link: str | None) -> str:
 
 
 def _outcome(row: dict[str, object]) -> Outcome:
-    curve = row.pop("curve")
-    assert isinstance(curve, list)
     for name in ("wire_bytes_by_worker", "interface_bytes_by_worker"):
         row[name] = tuple(row[name])  # type: ignore[arg-type]
-    return Outcome(**row, curve=tuple(Point(**point) for point in curve))  # type: ignore[arg-type]
+    for name in ("curve", "validations"):
+        row[name] = tuple(Point(**point) for point in row[name])  # type: ignore[attr-defined]
+    return Outcome(**row)  # type: ignore[arg-type]

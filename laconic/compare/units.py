@@ -1,5 +1,7 @@
 """Numbers with units, for people."""
 
+from collections.abc import Sequence
+
 
 def human_bytes(count: float) -> str:
     """A number of bytes in three digits.
@@ -45,3 +47,21 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{rest} s" if not minutes else f"{minutes} min {rest} s" if rest else f"{minutes} min"
+
+
+def share(value: float | None) -> str:
+    """A share in percent; "-" if it is unknown or not a number.
+
+    >>> share(0.857), share(-0.2), share(None), share(float("nan"))
+    ('86%', '-20%', '-', '-')
+    """
+    return "-" if value is None or value != value else f"{value:.0%}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Words as a list in a sentence.
+
+    >>> listed(["a"]), listed(["a", "b", "c"])
+    ('a', 'a, b and c')
+    """
+    return ", ".join(words[:-1]) + " and " * (len(words) > 1) + words[-1] if words else ""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from laconic.session.session import Session
 
 VARIABLE = "LACONIC_OBSERVERS"
+
+Validation: TypeAlias = float | Tensor | Callable[[], float | Tensor]
+"""A validation loss, or a function that computes that of the model as it is."""
 
 
 class StepObserver:
@@ -32,7 +36,7 @@ class StepObserver:
     def after_step(self, session: Session) -> None:
         """Run when a step is over, weights synchronised; the step is `session.step`."""
 
-    def report(self, session: Session, loss: float | Tensor, tokens: int) -> bool:
+    def report(self, session: Session, loss: float | Tensor, tokens: int, validation: Validation | None) -> bool:
         """Take what `session.report` was called with; return whether training may stop."""
         return False
 

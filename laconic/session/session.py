@@ -26,7 +26,7 @@ from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
 from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager
-from laconic.session.observers import StepObserver
+from laconic.session.observers import StepObserver, Validation
 from laconic.session.other_optimizers import OtherOptimizers
 from laconic.session.steps import Steps
 from laconic.session.weights import Commit
@@ -78,6 +78,12 @@ class Session:
         """The trained parameters by name, as the model and the optimizers know them."""
         self._averager.model_state.refresh()
         return self._averager.model_state.originals
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The floating-point buffers by name."""
+        self._averager.model_state.refresh()
+        return self._averager.model_state.buffers
 
     @property
     def error(self) -> BaseException | None:
@@ -156,13 +162,14 @@ class Session:
             self._steps.stepped(each)
         self._after()
 
-    def report(self, *, loss: float | Tensor, tokens: int = 0) -> bool:
+    def report(self, *, loss: float | Tensor, tokens: int = 0, validation: Validation | None = None) -> bool:
         """Pass the loss of a step to the observers, such as that of `laconic compare`; return whether to stop.
 
         Call it after each step, or each few, on every worker. `tokens` are how many the step used on this worker.
-        Without observers it does nothing and returns False.
+        `validation` is a validation loss, or a function without arguments that computes it: `laconic compare` calls it
+        now and then, on the mean of all workers' weights. Without observers this does nothing and returns False.
         """
-        stops = [observer.report(self, loss, tokens) for observer in self._observers]  # every one gets it
+        stops = [observer.report(self, loss, tokens, validation) for observer in self._observers]  # every one gets it
         return any(stops)
 
     def stop_on(self, *signals: signal.Signals, every_s: float = 0.5) -> None:

@@ -18,7 +18,20 @@ LOCAL = "post_local_sgd(period=4)"
 
 def compare(outside: Run, tiny: list[str], plans: list[str], path: Path) -> Ended:
     given = [word for plan in plans for word in ("--plan", plan)]
-    ended = outside("-m", "laconic", "compare", *given, *tiny, "--workers", "2", "--steps", "8", "--json", str(path))
+    ended = outside(
+        "-m",
+        "laconic",
+        "compare",
+        "--no-baselines",
+        *given,
+        *tiny,
+        "--workers",
+        "2",
+        "--steps",
+        "8",
+        "--json",
+        str(path),
+    )
     assert (ended.code, ended.err) == (0, "")
     rows = json.loads(path.read_text())
     assert [row["plan"] for row in rows] == plans
@@ -49,6 +62,22 @@ def test_compare(outside, tiny, tmp_path):
     assert sum(line.split()[:1] == ["ddp()"] and "1.0x" in line for line in lines) == 1
 
 
+def test_the_baselines_run_beside_the_plans(here, monkeypatch):
+    seen: list[list[str]] = []
+    monkeypatch.setattr("laconic.cli.compare.run_all", lambda runs, *_: seen.append([run.label for run in runs]))
+    link = ["--link", "1gbit", "--hosts", "2"]
+    for given in ([], ["--no-baselines"], ["--plan", "ddp( )"], ["--workers", "1"], [*link, "--until-loss", "2"], link):
+        assert here("compare", "--plan", LOCAL, *given).code == 0
+    assert seen == [
+        ["ddp()", "alone()", LOCAL],
+        [LOCAL],
+        [LOCAL, "ddp( )", "alone()"],
+        [LOCAL],
+        ["ddp()", "alone()", LOCAL, "ddp() without the slow link"],
+        ["ddp()", "alone()", LOCAL],
+    ]
+
+
 @pytest.mark.slow
 def test_the_same_plan_gives_the_same_losses_and_others_send_less(outside, tiny, tmp_path):
     path = tmp_path / "out.json"
@@ -73,7 +102,7 @@ def test_a_stopped_comparison_does_not_use_results_of_a_script_that_has_changed(
         return Finished(DDP, given_files(run))
 
     monkeypatch.setattr(running, "_launch", launched)
-    given = ["compare", "--script", str(script), "--workers", "2", "--plan", "ddp()", "--plan", LOCAL]
+    given = ["compare", "--no-baselines", "--script", str(script), "--workers", "2", "--plan", "ddp()", "--plan", LOCAL]
     assert here(*given).code == 1 and ran == ["ddp()", LOCAL]
     again = here(*given)
     assert again.out.startswith("continuing after 1 of 2 plans") and ran[2:] == [LOCAL]

@@ -26,7 +26,7 @@ def rows_of(path: Path) -> list[dict[str, object]]:
 
 @contextmanager
 def comparing(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "laconic", "compare", *arguments]
+    command = [sys.executable, "-m", "laconic", "compare", "--no-baselines", *arguments]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -63,7 +63,7 @@ class TestAsRoot:
         path, page = tmp_path / "out.json", tmp_path / "out.html"
         plans = ["--plan", "ddp()", "--plan", "power_sgd(rank=4)", "--plan", "post_local_sgd(period=2)"]
         given = ["--link", "2 @ 1gbit, 2 @ 50mbit", "--steps", "8", *plans, "--json", str(path), "--report", str(page)]
-        ended = outside("-m", "laconic", "compare", *given, "--layers", "2")
+        ended = outside("-m", "laconic", "compare", "--no-baselines", *given, "--layers", "2")
         assert (ended.code, ended.err) == (0, "")
         for row in rows_of(path):
             assert (row["workers"], row["link"], row["clock"]) == (4, "2 @ 1gbit, 2 @ 50mbit", "measured")
@@ -120,7 +120,7 @@ def test_where_no_link_can_be_made_its_time_is_computed(outside, tiny, tmp_path,
     monkeypatch.setenv("PATH", str(tmp_path))  # no ip, no tc
     path, page = tmp_path / "out.json", tmp_path / "out.html"
     given = ["--link", "1mbit", "--hosts", "2", "--plan", "ddp()", "--json", str(path), "--report", str(page)]
-    ended = outside("-m", "laconic", "compare", *tiny, *given, "--seconds", "2")
+    ended = outside("-m", "laconic", "compare", "--no-baselines", *tiny, *given, "--seconds", "2")
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.startswith(
         "no real link of 1mbit can be made here (the command ip of iproute2 is not installed): the runs go at full "
@@ -140,7 +140,7 @@ def test_the_example_script_until_a_loss(outside, tmp_path):
     path = tmp_path / "out.json"
     plans = ["--plan", "ddp()", "--plan", "power_sgd(rank=2)"]
     given = ["--script", "examples/own_script.py", "--workers", "2", "--until-loss", "0.03", "--json", str(path)]
-    ended = outside("-m", "laconic", "compare", *given, *plans, "--", "300")
+    ended = outside("-m", "laconic", "compare", "--no-baselines", *given, *plans, "--", "300")
     assert (ended.code, ended.err) == (0, "")
     for row, plan in zip(rows_of(path), ("ddp()", "power_sgd(rank=2)"), strict=True):
         assert (row["plan"], row["model"], row["loss_of"], row["ended"]) == (plan, "own_script.py", "training", "loss")
@@ -148,7 +148,7 @@ def test_the_example_script_until_a_loss(outside, tmp_path):
         assert 8 < row["steps"] < 300  # type: ignore[operator]
         assert row["steps"] % 4 == 0  # type: ignore[operator]
         assert row["parameters"] == 296_449
-    assert "own_script.py, 296,449 parameters, 2 workers, until loss 0.03" in ended.out
+    assert "own_script.py, 296,449 parameters, 2 workers, until training loss 0.03" in ended.out
 
 
 @pytest.mark.parametrize(

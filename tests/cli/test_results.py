@@ -39,20 +39,44 @@ def test_the_table_fits_eighty_columns():
     text = shown([DDP, LOCAL], width=80)
     assert "gpt, 819,200 parameters, 4 workers, 192 steps" in text
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if "->" in line}
-    assert rows["ddp()"] == ["4.931", "->", "1.891", "629", "MB", "1.0x", "34.9"]
-    assert rows["post_local_sgd(period=16)"] == ["4.931", "->", "1.891", "39.3", "MB", "16.0x", "34.9"]
+    assert rows["ddp()"] == ["4.931", "->", "1.891", "-", "629", "MB", "1.0x", "34.9"]
+    assert rows["post_local_sgd(period=16)"] == ["4.931", "->", "1.891", "-", "39.3", "MB", "16.0x", "34.9"]
 
 
 def rows_of(outcomes: list[Outcome]) -> dict[str, list[str]]:
-    return {line.split()[0]: line.split()[4:] for line in shown(outcomes, width=120).splitlines() if "->" in line}
+    return {line.split()[0]: line.split()[5:] for line in shown(outcomes, width=120).splitlines() if "->" in line}
 
 
 def test_ratios_are_to_ddp_wherever_it_is_in_the_list():
     assert rows_of([LOCAL, DDP]) == rows_of([DDP, LOCAL])
     assert rows_of([replace(LOCAL, plan="qsr()"), replace(DDP, plan="slow()")])["slow()"][2] == "0.062x"
     reached = [replace(each, until_loss=2.0, ended="loss") for each in (replace(LOCAL, seconds=3.49), DDP)]
-    assert rows_of(reached)["ddp()"][-1] == "1.0x"
-    assert rows_of(reached)["post_local_sgd(period=16)"][-1] == "10.0x"
+    assert rows_of(reached)["ddp()"][-2:] == ["1.0x", "1.00"]
+    assert rows_of(reached)["post_local_sgd(period=16)"][-2:] == ["10.0x", "10.00"]
+
+
+def test_kept_efficiency_and_plans_that_are_no_better_than_alone():
+    alone = replace(DDP, plan="alone()", sent_bytes=40, wire_bytes=80, loss_final=2.091)
+    rows = shown([DDP, alone, replace(LOCAL, loss_final=1.941), replace(LOCAL, plan="bad()", loss_final=2.1)], 100)
+    cells = {line.split()[0]: line.split()[4] for line in rows.splitlines() if "->" in line}
+    assert cells == {"ddp()": "100%", "alone()": "0%", "post_local_sgd(period=16)": "75%", "bad()": "-4%"}
+    said = [line.strip() for line in rows.splitlines()]
+    assert said.count("no better than alone()") == 1
+    assert said[said.index("no better than alone()") - 1].startswith("bad()")
+
+    over = [replace(each, link="10mbit", until_loss=2.0, ended="loss") for each in (DDP, alone)]
+    free = replace(DDP, until_loss=2.0, ended="loss", without_link=True, seconds=7.0)
+    lost = replace(LOCAL, link="10mbit", until_loss=2.0, seconds=50.0)
+    text = shown([*over, lost, free], 120)
+    assert "4 workers, until validation loss 2, link 10mbit" in text
+    rows_by_plan = {line.split("  ")[0].strip(): line.split()[-1] for line in text.splitlines() if "->" in line}
+    assert rows_by_plan == {
+        "ddp()": "0.20",
+        "alone()": "0.20",
+        "post_local_sgd(period=16)": "0.00",
+        "ddp() without the slow link": "1.00",
+    }
+    assert "not in 50.0" in text
 
 
 def test_fewer_counts_what_is_sent_between_groups():

@@ -36,7 +36,10 @@ def test_a_run_has_about_ten_plain_lines_with_the_last(capsys):
     view.progress(Row(1, 0), NOW)
     lines = capsys.readouterr().out.splitlines()
     assert 10 <= len(lines) <= 13
-    assert lines[0] == "ddp() step=1/200 loss=2.000 tokens/s=1,234 talking=0% sent=5 kB MB/s=0.00 left=199s"
+    assert (
+        lines[0]
+        == "ddp() step=1/200 loss=2.000 validation=- kept=- tokens/s=1,234 talking=0% sent=5 kB MB/s=0.00 left=199s"
+    )
     assert lines[-2].startswith("ddp() step=200/200")
     assert lines[-1].startswith("power_sgd(rank=4) step=1/200")
 
@@ -74,7 +77,7 @@ def test_the_live_table_fits_eighty_columns_and_shows_runs_that_wait(monkeypatch
 
 def test_a_run_of_unknown_length():
     assert plain_line("x", replace(NOW, steps=0)).endswith(
-        "step=1 loss=2.000 tokens/s=1,234 talking=0% sent=5 kB MB/s=0.00 left=-"
+        "step=1 loss=2.000 validation=- kept=- tokens/s=1,234 talking=0% sent=5 kB MB/s=0.00 left=-"
     )
     assert plain_line("x", replace(NOW, steps=0, seconds_limit=9.0)).endswith("left=8s")
     assert plain_line("x", replace(NOW, ended="loss")).endswith("left=done")

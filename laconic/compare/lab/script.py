@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 -m laconic.compare.lab.script --steps 100
 
-A plan that synchronises now and then leaves each worker with its own weights between two synchronisations. Each worker
-evaluates the weights that it has, on the same validation batches, and the mean over the workers is reported.
+A plan that synchronises now and then leaves each worker with its own weights between two synchronisations. What is
+validated is the mean of them; under `alone()` each worker's own, and the mean of the losses is reported. While training
+goes on, each worker validates its share of the batches; at the end, all of them.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +25,9 @@ from torch.optim import AdamW
 
 import laconic
 from laconic.compare.lab.tasks import Task, loss_of, make_task, validation_loss
+from laconic.compare.reporter import control_group
 from laconic.compare.settings import LAB_OPTIONS, Settings, usable_cores
+from laconic.compare.validating import mean_over, mean_weights
 
 WARM_UP_STEPS = 20
 LAST_LR_SHARE = 0.1
@@ -38,28 +42,34 @@ def main(arguments: Sequence[str]) -> None:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     torch.set_num_threads(max(1, usable_cores() // dist.get_world_size()))
     task = make_task(settings)
-    loss_start = _mean_over_workers(validation_loss(task.model, task.validation))
-    train(settings, task)
-    loss_final = _mean_over_workers(validation_loss(task.model, task.validation))
+    loss_start = validation_loss(task.model, task.validation)
+    loss_final = train(settings, task)
     if losses is not None and dist.get_rank() == 0:
         losses.write_text(json.dumps({"loss_start": loss_start, "loss_final": loss_final}))
     if new_group:
         dist.destroy_process_group()
 
 
-def train(settings: Settings, task: Task) -> None:
-    """The training loop."""
+def train(settings: Settings, task: Task) -> float:
+    """The training loop. Returns the validation loss of the final weights."""
+    worker, workers = dist.get_rank(), dist.get_world_size()
+    share = task.validation[worker % len(task.validation) :: workers]
     model = DistributedDataParallel(task.model, bucket_cap_mb=settings.bucket_mb)
     optimizer = AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
     with laconic.attach(laconic.plan_from_env(), model, optimizer) as session:
         for step in range(1, settings.steps + 1):
             optimizer.param_groups[0]["lr"] = settings.lr * lr_share(step, settings.steps)
-            loss = loss_of(model, task.draw(dist.get_rank(), step))
+            loss = loss_of(model, task.draw(worker, step))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if session.report(loss=loss, tokens=task.tokens_per_step):
+            if session.report(
+                loss=loss, tokens=task.tokens_per_step, validation=partial(validation_loss, task.model, share)
+            ):
                 break
+        control = control_group(session.group)  # not over the link under study
+        with mean_weights(session, control):
+            return mean_over(control, validation_loss(task.model, task.validation))[0]
 
 
 def parse(arguments: Sequence[str]) -> tuple[Settings, Path | None]:
@@ -86,12 +96,6 @@ def lr_share(step: int, steps: int) -> float:
         return step / warm_up
     done = (step - warm_up) / (steps - warm_up)
     return LAST_LR_SHARE + (1 - LAST_LR_SHARE) * (1 + math.cos(math.pi * done)) / 2
-
-
-def _mean_over_workers(value: float) -> float:
-    total = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total / dist.get_world_size())
 
 
 if __name__ == "__main__":

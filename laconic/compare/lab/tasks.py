@@ -12,6 +12,7 @@ from laconic.compare.lab.models import GPT, ResNet
 from laconic.compare.settings import Settings
 
 VALIDATION_BATCHES = 16
+VALIDATION_SEQUENCES = 16  # in each of them
 VALIDATION_SEED = 0  # the same batches for every --seed, so that runs with different seeds can be compared
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -61,7 +62,7 @@ def _text_task(s: Settings) -> Task:
     return Task(
         model=GPT(s.layers, s.width, s.heads, s.seed),
         draw=lambda worker, step: text.batch(train, s.batch, s.context, (s.seed, worker, step)),
-        validation=tuple(text.batch(validation, s.batch, s.context, seed) for seed in seeds),
+        validation=tuple(text.batch(validation, VALIDATION_SEQUENCES, s.context, seed) for seed in seeds),
         tokens_per_step=s.batch * s.context,
     )
 

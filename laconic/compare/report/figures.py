@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from laconic.compare.records import Outcome
+from laconic.compare.records import Outcome, Point
 from laconic.compare.units import duration, human_bytes
 
 INCHES = (4.4, 3.0)
@@ -50,6 +50,8 @@ def drawings(outcomes: Sequence[Outcome]) -> list[Drawing]:
     """The figures of a comparison."""
     clock = "" if outcomes[0].clock == "measured" else " The time of the link is computed from the bytes."
     smooth = "Training loss, averaged over 8 steps and all workers."
+    if all(outcome.validations for outcome in outcomes):
+        smooth = "Validation loss of the averaged weights; of alone(), the mean over its workers."
     time_note = "Computing alone, communicating (a collective is in flight), and waiting for slower workers."
     return [
         Drawing("loss-time", "Loss against time", smooth + clock, _loss_against_time),
@@ -91,7 +93,9 @@ def png(outcomes: Sequence[Outcome], title: str) -> bytes:
             Line2D([], [], color=_colour(index), linestyle=LINE_STYLES[index % 4], linewidth=2)
             for index in range(len(outcomes))
         ]
-        figure.legend(lines, [outcome.plan for outcome in outcomes], loc="outside lower center", ncols=3, frameon=False)
+        figure.legend(
+            lines, [outcome.label for outcome in outcomes], loc="outside lower center", ncols=3, frameon=False
+        )
         figure.suptitle(title, wrap=True, color=INK, fontsize=11)
         content = io.BytesIO()
         figure.savefig(content, format="png", dpi=130, metadata={"Software": None})
@@ -110,19 +114,25 @@ def _colour(plan: int) -> str:
 
 def _loss_against_time(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     label = "seconds (link computed)" if outcomes[0].clock == "computed" else "seconds"
-    _losses(axes, outcomes, [[point.seconds for point in outcome.curve] for outcome in outcomes], label)
+    _losses(axes, outcomes, [[point.seconds for point in points] for points in _curves(outcomes)], label)
     axes.xaxis.set_major_formatter("{x:g}")
 
 
+def _curves(outcomes: Sequence[Outcome]) -> list[tuple[Point, ...]]:
+    """The validation losses if all runs have them, else the training losses."""
+    validated = all(outcome.validations for outcome in outcomes)
+    return [outcome.validations if validated else outcome.curve for outcome in outcomes]
+
+
 def _loss_against_bytes(axes: Axes, outcomes: Sequence[Outcome]) -> None:
-    sent = [[float(point.wire_bytes) for point in outcome.curve] for outcome in outcomes]
+    sent = [[float(point.wire_bytes) for point in points] for points in _curves(outcomes)]
     _losses(axes, outcomes, sent, "bytes sent by each worker")
     axes.xaxis.set_major_formatter(lambda value, _: human_bytes(value))
 
 
 def _losses(axes: Axes, outcomes: Sequence[Outcome], xs: Sequence[Sequence[float]], label: str) -> None:
-    for index, (outcome, x) in enumerate(zip(outcomes, xs, strict=True)):
-        pairs = zip(x, (point.loss for point in outcome.curve), strict=True)
+    for index, (points, x) in enumerate(zip(_curves(outcomes), xs, strict=True)):
+        pairs = zip(x, (point.loss for point in points), strict=True)
         shown = [(value, loss) for value, loss in pairs if value > 0 and math.isfinite(loss)]
         if shown:
             colour, style = _colour(index), LINE_STYLES[index % 4]
@@ -143,14 +153,14 @@ def _where_the_time_went(axes: Axes, outcomes: Sequence[Outcome]) -> None:
             share = 100 * part / outcome.seconds
             axes.barh(row + 0.15, share, left=begin, height=0.4, color=colour, edgecolor="none")
             begin += share
-        _name_row(axes, row, f"{outcome.plan}, {duration(outcome.seconds)}")
+        _name_row(axes, row, f"{outcome.label}, {duration(outcome.seconds)}")
     axes.set_xlim(0, 100)
     _style_rows(axes, len(outcomes), "% of the run's seconds")
 
 
 def _levels(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     rows = [
-        (index, outcome.plan, level, count)
+        (index, outcome.label, level, count)
         for index, outcome in enumerate(outcomes)
         for level, count in outcome.level_bytes.items() or [("nothing sent", 0)]
     ]

@@ -10,11 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from laconic.atomic_write import write_atomically
-from laconic.compare.judging import has_levels, reference, slow_bytes
-from laconic.compare.records import Outcome, as_json
+from laconic.compare.export import as_json
+from laconic.compare.judging import efficiency, has_levels, kept, no_better_than_alone, reference, slow_bytes
+from laconic.compare.records import Outcome
 from laconic.compare.report.sentence import headline
 from laconic.compare.settings import LabError, usable_cores
-from laconic.compare.units import human_bytes, ratio
+from laconic.compare.units import human_bytes, ratio, share
 from laconic.compare.versions import versions
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -54,18 +55,19 @@ def page(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
     from laconic.compare.report.figures import PARTS, PLANS, drawings, svg
 
     first, levels = reference(outcomes), has_levels(outcomes)
-    target = "" if first.until_loss is None else f" to loss {first.until_loss:g}"
+    target = "" if first.until_loss is None else f" to {first.loss_of} loss {first.until_loss:g}"
     sent = ("sent by each", *(["between groups"] if levels else []), "fewer")
+    speed = () if first.until_loss is None else ("efficiency",)
     computed = " (computed)" if first.clock == "computed" else ""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE.read_text()).render(
         headline=headline(outcomes),
         first=first,
-        plans=[(outcome.plan, SWATCHES[index % 4], index % 6) for index, outcome in enumerate(outcomes)],
+        plans=[(outcome.label, SWATCHES[index % 4], index % 6) for index, outcome in enumerate(outcomes)],
         part_names=list(enumerate(PARTS)),
         figures=[(drawing, svg(drawing, outcomes)) for drawing in drawings(outcomes)],
-        columns=(f"{first.loss_of} loss", f"seconds{target}{computed}", *TIMES, *sent, *BYTES),
-        rows=[(outcome.plan, _cells(first, outcome, levels)) for outcome in outcomes],
+        columns=(f"{first.loss_of} loss", "kept", f"seconds{target}{computed}", *speed, *TIMES, *sent, *BYTES),
+        rows=[(*_name(outcome, outcomes), _cells(first, outcome, outcomes)) for outcome in outcomes],
         uplinks=[(o.plan, name, human_bytes(count)) for o in outcomes for name, count in o.uplink_bytes.items()],
         command=shlex.join(["laconic", *arguments]),
         facts={**versions(), **machine()},
@@ -82,22 +84,30 @@ def _variables(plans: Iterable[str], parts: Iterable[str]) -> str:
     return " ".join(f"--{name}: {colour};" for name, colour in named.items())
 
 
-def _cells(first: Outcome, outcome: Outcome, levels: bool) -> list[str]:
+def _name(outcome: Outcome, outcomes: Sequence[Outcome]) -> tuple[str, str]:
+    """The name of a run, and a note about it."""
+    return outcome.label, "no better than alone()" if no_better_than_alone(outcome, outcomes) else ""
+
+
+def _cells(first: Outcome, outcome: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
     """The cells of a run, as in the table's columns. Ratios are to `first`."""
     from laconic.compare.report.figures import parts
 
     computing, communicating, waiting = (f"{part:,.1f}" for part in parts(outcome))
+    speed = efficiency(outcome, outcomes)
     compared = first.ended == outcome.ended and first.ended != "seconds"
     return [
         f"{outcome.loss_start:.3f} → {outcome.loss_final:.3f}",
+        share(kept(outcome, outcomes)),
         f"{outcome.seconds:,.1f}" + ("" if first.until_loss is None or outcome.reached else " (not reached)"),
+        *([] if first.until_loss is None else ["-" if speed is None else f"{speed:.2f}"]),
         ratio(first.seconds, outcome.seconds).replace("x", "×") if compared else "-",
         computing,
         communicating,
         "-" if outcome.waiting_seconds is None else waiting,
         human_bytes(outcome.sent_bytes),
-        *([human_bytes(slow_bytes(outcome))] if levels else []),
-        ratio(slow_bytes(first), slow_bytes(outcome)).replace("x", "×"),
+        *([human_bytes(slow_bytes(outcome))] if has_levels(outcomes) else []),
+        "-" if outcome.plan == "alone()" else ratio(slow_bytes(first), slow_bytes(outcome)).replace("x", "×"),
         human_bytes(outcome.network_bytes),
         "-" if outcome.interface_bytes is None else human_bytes(outcome.interface_bytes),
     ]

@@ -1,40 +1,56 @@
-"""The result of a comparison in one sentence."""
+"""The result of a comparison in one or two sentences."""
 
 import math
 from collections.abc import Sequence
 
-from laconic.compare.judging import as_good, has_levels, never_communicates, reference, slow_bytes
+from laconic.compare.judging import (
+    alone,
+    as_good,
+    efficiency,
+    has_levels,
+    kept,
+    no_better_than_alone,
+    reference,
+    slow_bytes,
+)
 from laconic.compare.records import Outcome
-from laconic.compare.units import duration, times
+from laconic.compare.units import duration, listed, times
 
 
 def headline(outcomes: Sequence[Outcome]) -> str:
-    """Compare the best plan with the reference, `ddp()`. The best is the fastest of those that are as good."""
+    """Compare the best plan with `ddp()` and `alone()`, and name the plans that are no better than the latter."""
     first = reference(outcomes)
+    compared = [each for each in outcomes if not each.without_link]
     if first.until_loss is not None:
-        sentence = _to_target(first, outcomes)
-    elif any(outcome.ended == "seconds" for outcome in outcomes):
-        sentence = _in_given_time(first, outcomes)
+        sentence = _to_target(first, compared, outcomes)
+    elif any(outcome.ended == "seconds" for outcome in compared):
+        sentence = _in_given_time(first, compared)
     else:
-        sentence = _same_steps(first, outcomes)
+        sentence = _same_steps(first, compared)
+    useless = [each.plan for each in compared if no_better_than_alone(each, outcomes)]
+    if useless:
+        sentence += f" {listed(useless)} {'is' if len(useless) == 1 else 'are'} no better than alone()."
     return sentence if first.clock == "measured" else f"{sentence} The link's time is computed, not measured."
 
 
-def _to_target(first: Outcome, outcomes: Sequence[Outcome]) -> str:
-    reached = [outcome for outcome in outcomes if outcome.reached]
-    aim = f"loss {first.until_loss:g}"
+def _to_target(first: Outcome, compared: Sequence[Outcome], outcomes: Sequence[Outcome]) -> str:
+    reached = [outcome for outcome in compared if outcome.reached]
+    aim = f"{first.loss_of} loss {first.until_loss:g}"
     if not reached:
         return f"No plan reached {aim}."
     best = min(reached, key=lambda outcome: outcome.seconds)
-    reaches = f"{best.plan} reaches {aim} in {duration(best.seconds)}"
-    if best is first:
-        return f"{reaches}; no other plan is sooner." if len(outcomes) > 1 else f"{reaches}."
-    if not first.reached:
-        return f"{reaches}; {first.plan} did not reach it in {duration(first.seconds)}."
-    sooner = f"{reaches}, {times(first.seconds, best.seconds)} sooner than {first.plan}, and {_less(first, best)}"
-    if as_good(best, first) or best.loss_of == "training":
-        return f"{sooner}."
-    return f"{sooner}; the {best.loss_of} loss of its final weights is {_higher(best, first)}."
+    over = "" if first.link is None else f" over {first.link}"
+    reaches = f"{best.plan} reaches {aim} in {duration(best.seconds)}{over}"
+    silent, share = alone(compared), efficiency(best, outcomes)
+    if best in (first, silent):
+        return f"{reaches}; no other plan is sooner." if len(compared) > 1 else f"{reaches}."
+    others = [each for each in (silent, first) if each is not None]
+    said = [f"{times(each.seconds, best.seconds)} sooner than {each.plan}" for each in others if each.reached]
+    if share is not None and first.link is not None:
+        said.append(f"{share:.2f} of the speed of ddp() without a slow link")
+    said = [f"{reaches}: {listed(said)}." if said else f"{reaches}."]
+    said += [f"{each.plan} did not reach it in {duration(each.seconds)}." for each in others if not each.reached]
+    return " ".join([*said, f"It {_less(first, best)} than {first.plan}." if first.reached else ""]).strip()
 
 
 def _in_given_time(first: Outcome, outcomes: Sequence[Outcome]) -> str:
@@ -52,19 +68,20 @@ def _same_steps(first: Outcome, outcomes: Sequence[Outcome]) -> str:
     if best is not first:
         sooner = f"{times(first.seconds, best.seconds)} sooner than {first.plan}"
         return f"{takes}, {sooner}, {_less(first, best)}, and ends at {loss} against {first.loss_final:.3f}."
-    faster = [each for each in outcomes if each.seconds < first.seconds]
-    if not faster:
-        return f"{takes} and ends at {loss}" + ("; no other plan is faster." if len(outcomes) > 1 else ".")
-    return f"No plan is both faster than {first.plan} and as good: {takes} and ends at {loss}; {_worse(faster, first)}."
+    rest = [each for each in outcomes if each is not first and each.plan != "alone()"]
+    faster = any(each.seconds < first.seconds for each in rest)
+    near = min((each for each in rest if slow_bytes(each) < slow_bytes(first)), key=_loss, default=None)
+    none = f"No plan is both faster than {first.plan} and as good: " if faster else ""
+    if near is not None and (faster or kept(near, outcomes) is not None):
+        return f"{none}{takes} and ends at {loss}; {_worse(near, first, outcomes)}."
+    return f"{none}{takes} and ends at {loss}" + ("; no other plan is faster." if rest and not faster else ".")
 
 
-def _worse(faster: Sequence[Outcome], first: Outcome) -> str:
-    """Describe the best of the plans that are faster than the reference, and not as good."""
-    communicating = [each for each in faster if not never_communicates(each)]
-    near = min(communicating or faster, key=_loss)
-    text = f"{near.plan} takes {duration(near.seconds)}, and its loss is {_higher(near, first)}"
-    alone = [each for each in faster if never_communicates(each) and each is not near and _loss(each) <= _loss(near)]
-    return text + "".join(f", no better than without communication ({each.loss_final:.3f})" for each in alone[:1])
+def _worse(near: Outcome, first: Outcome, outcomes: Sequence[Outcome]) -> str:
+    """Describe the best of the plans that are not as good as the reference."""
+    text = f"{near.plan} takes {duration(near.seconds)}, {_less(first, near)}, and its loss is {_higher(near, first)}"
+    share = kept(near, outcomes)
+    return text if share is None or not share > 0 else f"{text}: it keeps {share:.0%} of what talking gives"
 
 
 def _higher(outcome: Outcome, first: Outcome) -> str:
@@ -80,7 +97,7 @@ def _loss(outcome: Outcome) -> float:
 def _less(first: Outcome, best: Outcome) -> str:
     where = " between groups" if has_levels([first, best]) else ""
     by_first, by_best = slow_bytes(first), slow_bytes(best)
-    if never_communicates(best) or not by_best:
+    if not by_best or best.plan == "alone()":
         return f"sends nothing{where}"
     if by_first >= by_best:
         return f"sends {times(by_first, by_best)} less{where}"

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from laconic.compare.records import as_json
+from laconic.compare.export import as_json
 from laconic.compare.report import check_drawable, headline, write_page, write_png
 from laconic.compare.report.figures import INK, drawings, parts, svg
 from laconic.compare.report.page import page
@@ -78,10 +78,19 @@ def test_the_content(tmp_path):
     }
 
 
+def test_the_baselines():
+    alone = replace(DDP, plan="alone()", seconds=18.6, loss_final=2.9, wire_bytes=80, level_bytes={"world": 80})
+    free = replace(DDP, without_link=True, link=None, seconds=7.44)
+    text = page([DDP, alone, LOW_RANK, LOCAL, free], COMMAND)
+    assert text.count("<strong>no better than alone()</strong>") == 2  # ddp() over the link, and post_local_sgd
+    for words in ("<th>kept</th>", "<th>efficiency</th>", ">0.60<", "<code>ddp() without the slow link</code>"):
+        assert words in text
+
+
 def test_a_computed_link_is_called_computed():
     text = page([replace(outcome, clock="computed", interface_bytes=None) for outcome in ALL], COMMAND)
     assert "<strong>Computed:</strong>" in text
-    assert "seconds to loss 2.6 (computed)" in text
+    assert "seconds to validation loss 2.6 (computed)" in text
     assert "seconds (link computed)" in text
 
 
