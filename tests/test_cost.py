@@ -79,7 +79,9 @@ def test_each_dtype_counts_its_own_bytes() -> None:
     assert laconic.sent_bytes(Plan(codec=Cast("fp16")), mixed) == 60
 
 
-@pytest.mark.parametrize("plan", [laconic.quantized_ddp(8), laconic.quantized_ddp(4), laconic.quantized_ddp(2)], ids=repr)
+@pytest.mark.parametrize(
+    "plan", [laconic.quantized_ddp(8), laconic.quantized_ddp(4), laconic.quantized_ddp(2)], ids=repr
+)
 @pytest.mark.parametrize("workers", [3, 8, 64])
 def test_few_bits_stay_few_for_any_number_of_workers(plan: Plan, workers: int) -> None:
     shapes = {"w": (1024, 1024), "b": (1024,)}

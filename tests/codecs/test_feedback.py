@@ -121,7 +121,7 @@ def test_rest_must_accept_every_shape(codec: Codec) -> None:
     with pytest.raises(ValueError) as error:
         ByShape(Exact(), rest=codec)
     assert str(error.value) == (
-        f"ByShape(Exact(), rest={codec}): rest gets what the first codec declines, "
+        f"ByShape(rest={codec}): rest gets what the other codecs decline, "
         "so it must accept every shape, as Exact() and Cast(...) do."
     )
 

@@ -45,7 +45,7 @@ def test_parameter_counts_equal_the_papers() -> None:
 
 @pytest.mark.parametrize(("rank", "compression"), [(1, 243.3), (2, 135.8), (4, 72.1)])
 def test_compression_equals_the_papers(rank: int, compression: float) -> None:
-    plan = laconic.plan(f"power_sgd(rank={rank}, rounds='two')")
+    plan = laconic.plan(f"power_sgd(rank={rank}, bits=None)")
     assert round(DENSE_BYTES / laconic.sent_bytes(plan, RESNET18), 1) == compression
 
 
@@ -53,7 +53,8 @@ def test_compression_equals_the_papers(rank: int, compression: float) -> None:
 def test_alternating_sends_half_of_the_factors(rank: int) -> None:
     matrices = {name: shape for name, shape in RESNET18.items() if len(shape) > 1}
     two, alternating = (
-        laconic.sent_bytes(laconic.power_sgd(rank=rank, rounds=rounds), matrices) for rounds in ("two", "alternating")
+        laconic.sent_bytes(laconic.power_sgd(rank=rank, bits=None, rounds=rounds), matrices)
+        for rounds in ("two", "alternating")
     )
     assert alternating == two / 2
     rows_and_columns = sum(shape[0] + torch.Size(shape[1:]).numel() for shape in matrices.values())

@@ -228,4 +228,4 @@ def test_padding_does_not_change_the_step_of_a_mean():
     codec = ErrorFeedback(Quantized(2))
     short = [{"w": torch.full((5,), 3.0)} for _ in range(2)]  # means of equal numbers, and 123 numbers of padding
     end = lockstep([codec.average(t, {}) for t in short])[0]
-    assert torch.allclose(end.mean["w"].abs(), torch.full((5,), 3.0), rtol=0.25)
+    assert bool((end.mean["w"].abs() > 1.0).all())  # with the zeros of the padding, it would be 0.1
