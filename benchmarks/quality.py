@@ -40,6 +40,7 @@ def outcomes(plans: list[str], seed: int, options: argparse.Namespace) -> dict[s
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "outcomes.json")
         command = [sys.executable, "-m", "laconic", "compare", "--plain", "--fresh", "--json", str(path)]
+        command += ["--no-baselines", "--batch", "4", "--context", "128"]
         command += ["--seed", str(seed), "--steps", str(options.steps), "--model", options.model]
         command += ["--workers", str(options.workers), "--lr", str(options.lr)]
         for plan in plans:

@@ -8,9 +8,11 @@ from dataclasses import fields
 import pytest
 
 from laconic.cli.running import CommandOptions
+from laconic.compare.export import judgements
 from laconic.compare.records import Outcome
 from laconic.compare.settings import Run, Script
 from tests.cli.conftest import ROOT
+from tests.cli.test_results import DDP
 
 TEXT = (ROOT / "docs" / "compare.md").read_text()
 BLOCKS = [block for block in re.findall(r"```\n(.*?)```", TEXT, re.DOTALL) if block.startswith("laconic ")]
@@ -48,9 +50,9 @@ def test_its_options_exist(here, monkeypatch):
 
 def test_its_numbers_are_in_the_json():
     table = TEXT[TEXT.index("| in `--json` |") : TEXT.index("`network_bytes` and")]
-    named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert len(named) == 9
-    assert set(named) <= {field.name for field in fields(Outcome)}
+    named = [name for row in re.findall(r"^\| (`.+?`) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
+    assert len(named) == 14
+    assert set(named) <= {field.name for field in fields(Outcome)} | set(judgements(DDP, [DDP]))
 
 
 def test_its_three_lines_are_those_of_the_example():

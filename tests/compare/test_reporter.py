@@ -64,6 +64,15 @@ def test_nan_does_not_reach_a_loss():
     assert endings(Goal(steps=1, loss=2.0), [float("nan")]) == ["steps"]
 
 
+def test_a_validation_loss_decides_where_there_is_one():
+    check = StopCheck(Goal(steps=100, loss=1.0), control=None)
+    check.validates = True
+    assert [check(step, 0.1, 0.0, None) for step in range(1, 9)] == [""] * 8  # the training loss is low
+    assert check(9, 0.1, 0.0, 1.1) == ""
+    assert check(10, 9.0, 0.0, float("nan")) == ""
+    assert check(11, 9.0, 0.0, 1.0) == "loss"
+
+
 def stop_together(worker: int) -> int:
     check = StopCheck(Goal(steps=100, loss=1.5), control_group(dist.group.WORLD))
     return next(step for step in range(1, 101) if check(step, 1.0 if worker == 0 else 1.0 + 10 / step, 0.0))
