@@ -34,7 +34,7 @@ from laconic.compare.settings import Settings
 
 _context = multiprocessing.get_context("forkserver")
 
-KILLED = ("ddp()", "power_sgd(rank=4)", "post_local_sgd(period=8)")
+KILLED = ("ddp()", "power_sgd(rank=4, bits=None)", "post_local_sgd(period=8)")
 STEPS = 10  # before a kill
 
 
@@ -69,7 +69,7 @@ def attach_apart(worker: int, workers: int, store: str, times: int, pipe: Connec
     init_group(worker, workers, store)
     for what in (*MODELS, *PLANS):
         for _ in range(times):
-            model, plan = make_task(Settings(plan="ddp()", workers=workers)).model, laconic.power_sgd(rank=4)
+            model, plan = make_task(Settings(plan="ddp()", workers=workers)).model, laconic.power_sgd(rank=4, bits=None)
             if worker == workers - 1:
                 MODELS.get(what, lambda _: None)(model)
                 plan = PLANS.get(what, plan)

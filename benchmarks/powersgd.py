@@ -141,7 +141,7 @@ def hooks(ranks: list[int], device: str) -> list[tuple[str, float, Any]]:
         rows += [(f"torch r={rank} one bucket, batching", ONE_BUCKET_MB, torch_power_sgd(rank, True))]
         rows += [(f"authors r={rank}", ONE_BUCKET_MB, authors_power_sgd(rank))]
         for rounds in ("two", "alternating"):
-            plan = laconic.power_sgd(rank=rank, rounds=rounds)
+            plan = laconic.power_sgd(rank=rank, bits=None, rounds=rounds)
             rows += [(f"laconic r={rank} {rounds}", 25, ours(plan))]
             rows += [(f"laconic r={rank} {rounds}, one bucket", ONE_BUCKET_MB, ours(plan))]
     return rows

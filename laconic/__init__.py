@@ -2,7 +2,7 @@
 
 Workers that hold copies of a model must agree; laconic lets them agree while they send 10 to 1000 times less:
 
-    session = laconic.attach(laconic.power_sgd(rank=4), model, optimizer)
+    session = laconic.attach(laconic.power_sgd(), model, optimizer)
 
 A plan answers four questions: when do workers synchronise (`schedule`), how are tensors encoded (`codec`), what is done
 with the mean (`outer`), and with whom (`topology`). The training loop stays as it is.

@@ -1,7 +1,6 @@
-"""Named methods: functions that return plans, and the text form of plans.
+"""Named methods: functions that return plans.
 
-`ddp()`, `alone()`, `power_sgd(rank=4)`, `post_local_sgd(period=16)`, `diloco(period=100)` and so on. `plan(text)`
-parses the text that a plan prints as.
+`ddp()`, `alone()`, `power_sgd()`, `quantized_ddp(bits=4)`, `diloco(period=16)`, `frugal(bytes="60x")` and so on.
 """
 
 from __future__ import annotations
