@@ -31,6 +31,8 @@ from laconic.plans.plan import Plan
 from laconic.plans.schedules import Every, Never, PostLocal, Quadratic, Streaming
 from laconic.plans.topology import Groups, World
 from laconic.session.attach import attach
+from laconic.session.guard import Guard
+from laconic.session.health import Health
 from laconic.session.observers import StepObserver
 from laconic.session.session import Session
 
@@ -50,6 +52,8 @@ __all__ = [
     "Every",
     "Exact",
     "Groups",
+    "Guard",
+    "Health",
     "Ledger",
     "LostWorkerError",
     "LowRank",
