@@ -155,7 +155,9 @@ def whole_steps() -> None:
         torch.cuda.empty_cache()
         print(f"{name:<20} {1e3 * results[name][0]:8.1f} ms   peak {results[name][1]:6.1f} GiB", flush=True)
     base = min(results["no-op"][0], results["no-op again"][0])
-    print(f"power_sgd(rank=4, bits=None) adds {100 * (results['power_sgd(rank=4, bits=None)'][0] / base - 1):.2f}% to a step")
+    print(
+        f"power_sgd(rank=4, bits=None) adds {100 * (results['power_sgd(rank=4, bits=None)'][0] / base - 1):.2f}% to a step"
+    )
 
 
 if __name__ == "__main__":

@@ -141,7 +141,9 @@ def parts() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--plans", nargs="+", default=["ddp()", "power_sgd(rank=4, bits=None)", "post_local_sgd(period=16)"])
+    parser.add_argument(
+        "--plans", nargs="+", default=["ddp()", "power_sgd(rank=4, bits=None)", "post_local_sgd(period=16)"]
+    )
     parser.add_argument("--steps", type=int, default=2400, help="for each plan, half of them with checks")
     parser.add_argument("--parts", action="store_true")
     options = parser.parse_args()
