@@ -36,30 +36,23 @@ def bf16_value(word):
 
 
 @triton.jit
-def _zero_code(BITS: tl.constexpr):
-    if BITS > 2:
-        zero: tl.constexpr = 2.0 ** (BITS - 1)
-    else:
-        zero: tl.constexpr = (2.0**BITS - 1) / 2
-    return zero
-
-
-@triton.jit
 def _encode(x, fill, BITS: tl.constexpr):
     """Return the steps of rows x [ROWS, WORDS, EACH], as bf16 bits [ROWS], and their codes [ROWS, WORDS].
 
     `fill` [ROWS] is how many numbers of a row are not padding; the padding is zeros.
     """
     EACH: tl.constexpr = 16 // BITS
-    zero: tl.constexpr = _zero_code(BITS)
+    zero: tl.constexpr = 2.0 ** (BITS - 1) if BITS > 2 else (2.0**BITS - 1) / 2  # the code that stands for zero
     most: tl.constexpr = 2.0**BITS - 1
     if BITS > 2:
         # As integers: NaN is larger than Inf, so it is found.
         largest = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2), axis=1)
-        step = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full(largest.shape, most - zero, tl.float32))
+        step = largest.to(tl.float32, bitcast=True)
+        step = tl.div_rn(step, tl.zeros_like(step) + (most - zero))
     else:
         share = tl.div_rn(tl.abs(x), tl.broadcast_to(fill[:, None, None], x.shape))
-        step = tl.sum(tl.sum(share, axis=2), axis=1) * (1.25 if BITS == 2 else 2.0)
+        in_means: tl.constexpr = 1.25 if BITS == 2 else 2.0
+        step = tl.sum(tl.sum(share, axis=2), axis=1) * in_means
     word = bf16_bits(step)
     word = tl.where(word < 0x80, 0, word)  # below the smallest normal number
     step = bf16_value(word)
@@ -95,7 +88,8 @@ def _decode(words, row, inside, BITS: tl.constexpr, WORDS: tl.constexpr):
     codes = tl.load(at[:, None] + 1 + w[None, :], mask=inside[:, None], other=0).to(tl.int32)
     shifts = tl.arange(0, EACH) * BITS
     codes = (codes[:, :, None] >> shifts[None, None, :]) & (2**BITS - 1)
-    return (codes.to(tl.float32) - _zero_code(BITS)) * step[:, None, None]
+    zero: tl.constexpr = 2.0 ** (BITS - 1) if BITS > 2 else (2.0**BITS - 1) / 2
+    return (codes.to(tl.float32) - zero) * step[:, None, None]
 
 
 @triton.jit
@@ -219,7 +213,7 @@ def check_steps(words, rows, finite, BITS: tl.constexpr, WORDS: tl.constexpr, SI
     """Clear the flag `finite` if one of SIZE messages stands for numbers that are not finite."""
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     step = bf16_value(tl.load(words + row.to(tl.int64) * (1 + WORDS), mask=row < rows, other=0).to(tl.int32))
-    largest = step * (2.0**BITS - 1 - _zero_code(BITS))
+    largest = step * (2.0 ** (BITS - 1) - 1 if BITS > 2 else (2.0**BITS - 1) / 2)
     if tl.max(tl.where(largest < float("inf"), 0, 1), axis=0) > 0:
         tl.store(finite, 0)
 
