@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NUMBERS_A_TILE = 4096
+NUMBERS_A_TILE = 2048
 
 
 @triton.jit
