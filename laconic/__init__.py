@@ -33,6 +33,8 @@ from laconic.plans.schedules import Every, Never, PostLocal, Quadratic, Streamin
 from laconic.plans.text import plan, plan_from_env
 from laconic.plans.topology import Groups, World
 from laconic.session.attach import attach
+from laconic.session.guard import Guard
+from laconic.session.health import Health
 from laconic.session.observers import StepObserver
 from laconic.session.session import Session
 
@@ -52,6 +54,8 @@ __all__ = [
     "Every",
     "Exact",
     "Groups",
+    "Guard",
+    "Health",
     "Ledger",
     "LostWorkerError",
     "LowRank",

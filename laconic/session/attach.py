@@ -27,6 +27,8 @@ from laconic.session.ddp import DDPPath, check_dense, find_ddp
 from laconic.session.fsdp import ShardedPath, check_sharded, replicas_of
 from laconic.session.grad_scaler import ScaledSteps, skips_itself
 from laconic.session.gradients import GradientAverager, GradientPath
+from laconic.session.guard import Guard, GuardObserver, Mode, guard_of
+from laconic.session.health import Probe
 from laconic.session.model_state import ModelState
 from laconic.session.module import ModulePath
 from laconic.session.observers import observers_from_env
@@ -57,6 +59,7 @@ def attach(
     compress_alone: bool = False,
     scaler: GradScaler | None = None,
     clip_norm: float | None = None,
+    guard: Guard | Mode = "off",
 ) -> Session:
     """Synchronise the workers that hold copies of `model` as `plan` says.
 
@@ -92,6 +95,8 @@ def attach(
             error feedback must know when the loss scale changes. Bare modules do not need it.
         clip_norm: Scale the averaged gradients of each optimizer down to this norm before it steps, as torch's
             `clip_grad_norm_` does: over all shards, after unscaling, and also in steps that average nothing.
+        guard: "warn" measures what the plan delivers (`session.health`), and logs a warning if it falls behind. "act"
+            then also goes on with a stronger plan, on all workers. A `Guard(...)` sets its budget in bytes, too.
 
     Raises:
         DisagreementError: On all workers, if they differ in model, plan or versions.
@@ -101,6 +106,7 @@ def attach(
     check_wrapping(model)
     units = find_units(model)
     observers = observers_from_env()
+    guarding = guard_of(guard, sharded=bool(units))
     ledger = Ledger() if ledger is None else ledger
     ddp = find_ddp(model)
     if ddp is not None:
@@ -118,7 +124,8 @@ def attach(
         averager = GradientAverager(model_state, known, check, compress_alone, scaler if units or ddp else None)
         weights = WeightSync(model_state, known, optimizers, commit, anchors, policy, averager.chosen)
         settings = {"commit": commit, "nonfinite": policy, "verify_every": verify_every, "sync_initial": sync_initial}
-        facts = handshake_facts(plan, model_state, model, optimizers, {**settings, "clip_norm": clip_norm})
+        options = {**settings, "clip_norm": clip_norm, "guard": guarding}
+        facts = handshake_facts(plan, model_state, model, optimizers, options)
         agree(known.world, "what is attached", facts)
         plan.check_fragments(len(model_state.originals))
         tell_learning_rates(known.world, optimizers)
@@ -136,6 +143,9 @@ def attach(
         steps = Steps(plan, path, averager, weights, divergence, headers, scaled, ledger, clipping)
         steps.at_first_step = partial(check_first_step, None if path.in_backward else model)
         session = Session(steps, averager, ledger)
+        if guarding.mode != "off":
+            averager.probe = Probe()
+            observers.insert(0, GuardObserver(guarding, averager.probe, path))
         session.install(scaled)
         remember(session)
     except BaseException:

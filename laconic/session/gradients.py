@@ -21,6 +21,7 @@ from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
 from laconic.session.carry_over import deliver, has_carried
 from laconic.session.grad_scaler import ScaledSteps
+from laconic.session.health import Probe, Watched
 from laconic.session.loss_scale import LossScale
 from laconic.session.model_state import ModelState
 
@@ -90,6 +91,8 @@ class GradientAverager:
         self.levels = levels
         self.check = check
         self._compress_alone = compress_alone
+        self.probe: Probe | None = None
+        """What measures the exchanges among all workers, if a guard is on."""
         self._codec: Codec = Exact()
         self._scale = LossScale(scaler, model_state) if scaler is not None and scaler.is_enabled() else None
 
@@ -112,7 +115,8 @@ class GradientAverager:
 
     def chosen(self, codec: Codec, queue: CollectiveQueue) -> Codec:
         """Return the codec that runs: a worker alone has no peer to save bytes for, unless `compress_alone`."""
-        return Exact() if queue.workers == 1 and not self._compress_alone else routed(codec)
+        chosen = Exact() if queue.workers == 1 and not self._compress_alone else routed(codec)
+        return Watched(chosen, self.probe) if self.probe is not None and queue is self.levels.world else chosen
 
     def average(self, bucket: dict[str, Tensor]) -> Exchange:
         """Average a bucket of gradients, and write the means over it."""

@@ -26,6 +26,7 @@ from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
 from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager
+from laconic.session.health import Health
 from laconic.session.observers import StepObserver, Validation
 from laconic.session.other_optimizers import OtherOptimizers
 from laconic.session.steps import Steps
@@ -38,6 +39,8 @@ class Session:
 
     def __init__(self, steps: Steps, averager: GradientAverager, ledger: Ledger) -> None:
         self.ledger = ledger
+        self.health: Health | None = None
+        """The last measurement of the guard; None without one. See `attach(guard=...)`."""
         self._steps = steps
         self._averager = averager
         self._removals: list[Callable[[], None]] = []
