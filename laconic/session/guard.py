@@ -34,6 +34,8 @@ _IN_A_ROW = 2
 """Measurements above the limit that are an alarm: one may be a short gradient."""
 _FALL = 0.7
 """Residuals fall with the rank as rank ** -0.7 (docs/log.md, 2026-11-16)."""
+_AIM = 3
+"""A stronger plan should be below the limit by this factor: a plan that is just below it loses, too."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,9 +113,9 @@ class GuardObserver(StepObserver):
             return
         session.health = health
         self._recent.append(health)
-        worst = min(each.residual for each in self._recent)
-        if len(self._recent) == _IN_A_ROW and worst > self._guard.limit:
-            self._alarm(session, worst)
+        lags = [each.residual for each in self._recent]
+        if len(lags) == _IN_A_ROW and min(lags) > self._guard.limit:
+            self._alarm(session, max(lags))
 
     def _alarm(self, session: Session, lag: float) -> None:
         old = session.plan
@@ -131,7 +133,7 @@ def stronger_within(guard: Guard, session: Session, lag: float) -> Plan | None:
     """Return the plan that should bring a residual of `lag` gradients well below the limit, or the strongest below it
     that the budget allows; None if it allows none.
     """
-    doublings = max(1, math.ceil(math.log2(2 * lag / guard.limit) / _FALL))
+    doublings = math.ceil(math.log2(_AIM * lag / guard.limit) / _FALL)
     shapes = {name: p.shape for name, p in session.parameters.items()}
     most = guard.budget * sent_bytes(ddp(), shapes, session.workers)
     found = None

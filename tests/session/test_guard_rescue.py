@@ -19,7 +19,9 @@ from tests.workers import run_workers
 WORKERS, STEPS, BATCH, CONTEXT = 4, 192, 2, 64
 
 
-def _train(worker: int, plan: str, guard: Any, seed: int = 0) -> tuple[float, list[str], list[laconic.Health]]:
+def _train(
+    worker: int, plan: str, guard: Any, steps: int = STEPS, seed: int = 0
+) -> tuple[float, list[str], list[laconic.Health]]:
     torch.set_num_threads(1)
     lines: list[str] = []
     handler = logging.Handler()
@@ -31,8 +33,8 @@ def _train(worker: int, plan: str, guard: Any, seed: int = 0) -> tuple[float, li
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     seen: list[laconic.Health] = []
     with laconic.attach(laconic.plan(plan), ddp, optimizer, guard=guard) as session:
-        for step in range(1, STEPS + 1):
-            optimizer.param_groups[0]["lr"] = 3e-3 * lr_share(step, STEPS)
+        for step in range(1, steps + 1):
+            optimizer.param_groups[0]["lr"] = 3e-3 * lr_share(step, steps)
             loss_of(ddp, text.batch(train, BATCH, CONTEXT, (seed, worker, step))).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -60,9 +62,6 @@ def test_a_plan_that_is_too_weak_is_noticed_and_rescued_and_a_healthy_one_is_lef
     ddp, alone = _mean(runs["ddp"]), _mean(runs["alone"])
     kept = {name: (alone - _mean(results)) / (alone - ddp) for name, results in runs.items()}
     lines = {name: results[0][1] for name, results in runs.items()}
-    print(kept, {name: _mean(results) for name, results in runs.items()}, lines, sep="\n")
-    for name, results in runs.items():
-        print(name, [(h.step, round(h.residual, 2), round(h.error, 2), round(h.agreement, 2)) for h in results[0][2]])
     assert not lines["ddp"] and not lines["healthy"]
     assert kept["healthy"] > 0.8
     assert len(lines["weak"]) == 1 and "power_sgd(rank=1) is behind by" in lines["weak"][0]
