@@ -7,46 +7,42 @@ changes: each worker subtracts its own from its weights before these are average
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from laconic.codecs import Codec
 from laconic.codecs.feedback import residuals_by_name
 from laconic.comm.requests import Decide, Exchange, State
 
-_KEY = "carried"
+CARRIED = "carried"
 """In the state of gradients. Its tensors are found as residuals are: they follow the loss scale, and are saved."""
 
 
 def carry_gradients(old: State) -> State:
     """Return a new state of gradients, with the residuals of an old one to be delivered."""
     residuals = residuals_by_name(old)
-    return {_KEY: {"residual": residuals}} if residuals else {}
+    return {CARRIED: {"residual": residuals}} if residuals else {}
 
 
-def has_carried(state: State) -> bool:
-    """Return whether residuals wait to be delivered."""
-    return _KEY in state
-
-
-def deliver(tensors: Mapping[str, Tensor], state: State, average: Callable[[], Exchange]) -> Exchange:
-    """Run the exchange that `average` makes of `tensors`, with the residuals added that were carried over."""
-    waiting: dict[str, Tensor] = state[_KEY]["residual"] if _KEY in state else {}
+def deliver(tensors: Mapping[str, Tensor], state: State, codec: Codec) -> Exchange:
+    """Average `tensors`, with the residuals added in their memory that were carried over."""
+    waiting: dict[str, Tensor] = state[CARRIED]["residual"] if CARRIED in state else {}
     here = [name for name in tensors if name in waiting]
     if not here:
-        return (yield from average())
+        return (yield from codec.average(tensors, state, reuse=True))
     with torch.no_grad():
         for name in here:
             tensors[name].add_(waiting[name])
-    end = yield from average()
+    end = yield from codec.average(tensors, state, reuse=True)
     ok = end.finite() if end.decided else (yield Decide(end.finite()))
     if bool(ok):  # a step that is void has delivered nothing
         for name in here:
             del waiting[name]
     if not waiting:
-        state.pop(_KEY, None)
+        state.pop(CARRIED, None)
     return replace(end, finite=lambda: ok, decided=True)
 
 

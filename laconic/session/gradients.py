@@ -19,7 +19,7 @@ from laconic.comm.requests import Exchange, State
 from laconic.cost import routed
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
-from laconic.session.carry_over import deliver, has_carried
+from laconic.session.carry_over import CARRIED, deliver
 from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.health import Probe, Watched
 from laconic.session.loss_scale import LossScale
@@ -123,7 +123,10 @@ class GradientAverager:
         if self._scale is not None:
             self._scale.rescale()
         codec, state = self._codec, self.model_state.state["gradient"]
-        end = yield from self.check.watch(bucket, lambda: self._averaged(bucket, state, codec))
+        end = yield from self.check.watch(
+            bucket,
+            lambda: deliver(bucket, state, codec) if CARRIED in state else codec.average(bucket, state, reuse=True),
+        )
         if end.mean is not bucket:
             write(bucket, end.mean)
         return end
@@ -132,13 +135,7 @@ class GradientAverager:
         """Average tensors through a codec, without a check, and write the means over them."""
         if self._scale is not None:
             self._scale.rescale()
-        return (yield from written(self._averaged(tensors, state, codec), tensors))
-
-    @staticmethod
-    def _averaged(tensors: dict[str, Tensor], state: State, codec: Codec) -> Exchange:
-        if not has_carried(state):
-            return codec.average(tensors, state, reuse=True)
-        return deliver(tensors, state, lambda: codec.average(tensors, state, reuse=True))
+        return (yield from written(deliver(tensors, state, codec), tensors))
 
 
 def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
