@@ -49,7 +49,7 @@ class Guard:
     mode: Mode = "act"
     budget: float = 0.5
     limit: float = 1.5
-    every: int = 8
+    every: int = 4
 
     __repr__ = as_code
 

@@ -21,6 +21,8 @@ from laconic.comm.requests import Exchange, State
 
 SKETCH = 256
 """Numbers in a sketch."""
+MOST_TENSORS = 32
+"""The largest tensors of an exchange are sketched, and no others: on a GPU the launches would cost more than 1 %."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,12 @@ class Probe:
 
     def watch(self, tensors: Mapping[str, Tensor], state: State, average: Callable[[], Exchange]) -> Exchange:
         """Run the exchange that `average` makes of `tensors`, and sketch them."""
-        own = self._sketch(tensors)
-        before = self._sketch(_residuals_of(tensors, state))
+        names = sorted(tensors, key=lambda name: (-tensors[name].numel(), name))[:MOST_TENSORS]
+        device = tensors[names[0]].device if names else torch.device("cpu")
+        own = self._sketch({name: tensors[name] for name in names}, device)
+        before = self._sketch(_residuals_of(names, state), device)
         end = yield from average()
-        after = self._sketch(_residuals_of(tensors, state))
+        after = self._sketch(_residuals_of(names, state), device)
         self._sums.append(torch.stack([own, before, after]))
         return end
 
@@ -72,8 +76,7 @@ class Probe:
         return bits
 
     @torch.no_grad()
-    def _sketch(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        device = next((t.device for t in tensors.values()), torch.device("cpu"))
+    def _sketch(self, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
         sums = torch.zeros(SKETCH, device=device)
         for name, t in tensors.items():
             flat = t.detach().reshape(-1)
@@ -134,5 +137,6 @@ def _norm(sketch: Sequence[float]) -> float:
     return math.sqrt(math.fsum(x * x for x in sketch))
 
 
-def _residuals_of(tensors: Mapping[str, Tensor], state: State) -> dict[str, Tensor]:
-    return {name: t for name, t in residuals_by_name(state).items() if name in tensors}
+def _residuals_of(names: Sequence[str], state: State) -> dict[str, Tensor]:
+    residuals = residuals_by_name(state)
+    return {name: residuals[name] for name in names if name in residuals}
