@@ -1,6 +1,6 @@
 """What `session.change(plan)` carries over: residuals that the old codec has not delivered.
 
-Residuals of gradients are added to the next gradients, in equal parts over 8 steps: the new codec sends them, and keeps
+Residuals of gradients are added to the next gradients, in equal parts over 32 steps: the new codec sends them, and keeps
 what it cannot send if it has error feedback. All at once they would make one gradient many times as long as the others,
 and Adam's second moment would shorten the steps after it (docs/log.md, 2026-11-16). Residuals of weight deltas are
 applied at once, where the plan changes: each worker subtracts its own from its weights before these are averaged
@@ -19,7 +19,7 @@ from laconic.codecs import Codec
 from laconic.codecs.feedback import residuals_by_name
 from laconic.comm.requests import Decide, Exchange, State
 
-PARTS = 8
+PARTS = 32
 """The steps over which residuals of gradients are delivered."""
 CARRIED = "carried"
 """In the state of gradients. Its tensors are found as residuals are: they follow the loss scale, and are saved."""
