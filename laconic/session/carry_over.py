@@ -1,10 +1,9 @@
 """What `session.change(plan)` carries over: residuals that the old codec has not delivered.
 
-Residuals of gradients are added to the next gradients, in equal parts over 32 steps: the new codec sends them, and keeps
-what it cannot send if it has error feedback. All at once they would make one gradient many times as long as the others,
-and Adam's second moment would shorten the steps after it (docs/log.md, 2026-11-16). Residuals of weight deltas are
-applied at once, where the plan changes: each worker subtracts its own from its weights before these are averaged
-exactly.
+Residuals of gradients are added to the next gradients, in equal parts over 32 steps: the new codec sends them, and
+keeps what it cannot send if it has error feedback. All at once they would make one gradient many times as long as the
+others, and Adam's second moment would shorten the steps after it (docs/log.md, 2026-11-16). Residuals of weight deltas
+are applied at once, where the plan changes: each worker subtracts its own from its weights before these are averaged.
 """
 
 from __future__ import annotations
