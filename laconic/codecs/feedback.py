@@ -108,8 +108,11 @@ def return_to_residual(state: State, delivered: Mapping[str, Tensor], ok: Tensor
     with `ErrorFeedback` anywhere inside. Tensors without a residual are left out. If the 0-d bool `ok` is false, the
     step was void and no residual has changed: then nothing is returned either.
     """
+    remaining = set(delivered)  # of several residuals of one name, one takes it
     for residual in _residuals(state):
-        for name in residual.keys() & delivered.keys():
+        names = residual.keys() & remaining
+        remaining -= names
+        for name in names:
             old = residual[name]
             new = old + delivered[name].to(old.dtype)
             old.copy_(new if ok is None else torch.where(ok, new, old))

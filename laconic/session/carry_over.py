@@ -1,8 +1,9 @@
 """What `session.change(plan)` carries over: residuals that the old codec has not delivered.
 
-Residuals of gradients are added to the gradients of the next step that averages some: the new codec sends them, and
-keeps what it cannot send if it has error feedback. Residuals of weight deltas are applied at once, where the plan
-changes: each worker subtracts its own from its weights before these are averaged exactly.
+Residuals of gradients are added to the next gradients, in equal parts over 32 steps: the new codec sends them, and
+keeps what it cannot send if it has error feedback. All at once they would make one gradient many times as long as the
+others, and Adam's second moment would shorten the steps after it (docs/log.md, 2026-11-16). Residuals of weight deltas
+are applied at once, where the plan changes: each worker subtracts its own from its weights before these are averaged.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from laconic.codecs import Codec
 from laconic.codecs.feedback import residuals_by_name
 from laconic.comm.requests import Decide, Exchange, State
 
+PARTS = 32
+"""The steps over which residuals of gradients are delivered."""
 CARRIED = "carried"
 """In the state of gradients. Its tensors are found as residuals are: they follow the loss scale, and are saved."""
 
@@ -24,23 +27,28 @@ CARRIED = "carried"
 def carry_gradients(old: State) -> State:
     """Return a new state of gradients, with the residuals of an old one to be delivered."""
     residuals = residuals_by_name(old)
-    return {CARRIED: {"residual": residuals}} if residuals else {}
+    return {CARRIED: {"residual": residuals, "parts": dict.fromkeys(residuals, PARTS)}} if residuals else {}
 
 
 def deliver(tensors: Mapping[str, Tensor], state: State, codec: Codec) -> Exchange:
-    """Average `tensors`, with the residuals added in their memory that were carried over."""
-    waiting: dict[str, Tensor] = state[CARRIED]["residual"] if CARRIED in state else {}
+    """Average `tensors`, with the next part of the residuals added in their memory that were carried over."""
+    carried = state.get(CARRIED, {"residual": {}, "parts": {}})
+    waiting: dict[str, Tensor] = carried["residual"]
+    parts: dict[str, int] = carried["parts"]
     here = [name for name in tensors if name in waiting]
     if not here:
         return (yield from codec.average(tensors, state, reuse=True))
     with torch.no_grad():
         for name in here:
-            tensors[name].add_(waiting[name])
+            tensors[name].add_(waiting[name], alpha=1 / parts[name])
     end = yield from codec.average(tensors, state, reuse=True)
     ok = end.finite() if end.decided else (yield Decide(end.finite()))
     if bool(ok):  # a step that is void has delivered nothing
         for name in here:
-            del waiting[name]
+            waiting[name] = waiting[name] * (1 - 1 / parts[name])
+            parts[name] -= 1
+            if not parts[name]:
+                del waiting[name], parts[name]
     if not waiting:
         state.pop(CARRIED, None)
     return replace(end, finite=lambda: ok, decided=True)

@@ -19,6 +19,7 @@ from laconic.cost import sent_bytes
 from laconic.plans.methods import ddp
 from laconic.plans.plan import Plan
 from laconic.plans.stronger import strengths
+from laconic.session.carry_over import PARTS
 from laconic.session.health import Health, Probe, health_of
 from laconic.session.observers import StepObserver
 from laconic.values import as_code, is_number, is_whole
@@ -124,6 +125,7 @@ class GuardObserver(StepObserver):
         if new is not None:
             self._recent.clear()
             session.change(new)
+            self._last = session.step + PARTS  # until the residuals that are carried over are delivered
         speaks = session.group is None or session.group.rank() == 0
         if speaks and (new is not None or first):
             logger.warning("%s", _message(self._guard, session.step, lag, old, new))

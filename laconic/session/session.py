@@ -198,7 +198,7 @@ class Session:
         """Go on with another plan from the next step. Every worker calls it after the same step.
 
         Weights that local steps have made different are averaged first, and so are the optimizers' moments if the new
-        plan averages gradients. Residuals of gradients are sent with the next gradients, in the new codec; those of
+        plan averages gradients. Residuals of gradients are sent with the next 32, in the new codec; those of
         deltas are averaged now. A plan that averages no gradients at the next step drops residuals of gradients.
         """
         self._steps.change(plan)

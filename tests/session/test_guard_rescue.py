@@ -16,7 +16,7 @@ from laconic.compare.lab.script import lr_share
 from laconic.compare.lab.tasks import loss_of, validation_loss
 from tests.workers import run_workers
 
-WORKERS, STEPS, BATCH, CONTEXT = 4, 192, 2, 64
+WORKERS, STEPS, BATCH, CONTEXT = 4, 400, 2, 64
 
 
 def _train(
@@ -50,7 +50,7 @@ def _mean(results: list[Any]) -> float:
 @pytest.mark.slow
 def test_a_plan_that_is_too_weak_is_noticed_and_rescued_and_a_healthy_one_is_left_alone():
     runs = {
-        name: run_workers(_train, WORKERS, (plan, guard), timeout_s=600)
+        name: run_workers(_train, WORKERS, (plan, guard), timeout_s=900)
         for name, plan, guard in (
             ("ddp", "ddp()", "act"),
             ("alone", "alone()", "off"),
