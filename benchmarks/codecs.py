@@ -14,7 +14,8 @@ written:
     any exchange                    messages written, received ones read, means written, all means read
 
 On a CPU, DDP with `--workers` gloo workers runs each hook in turn with a no-op hook (powersgd.py). A cost is the time
-over the no-op hook, as a ratio to torch's `quantization_pertensor_hook`, which sends 8 bits.
+over the no-op hook, as a ratio to torch's `quantization_pertensor_hook`, which sends 8 bits. Over gloo torch's hooks
+fail (`IndexError`): they expect the futures of NCCL, which this script makes for them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -166,6 +168,17 @@ def on_cuda(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
+class FuturesOfNccl:
+    """`torch.distributed` as torch's quantisation hooks expect it: the future of all_gather holds the list of lists."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_gather(self, into: list[Tensor], x: Tensor, group: Any = None, async_op: bool = True) -> Any:
+        future = dist.all_gather(into, x, group=group, async_op=True).get_future().then(lambda _: [into])
+        return SimpleNamespace(get_future=lambda: future)
+
+
 def on_cpu(worker: int, options: argparse.Namespace, port: int) -> None:
     """Measure hooks of DDP; the first of them is the base of the ratios."""
     logging.disable(logging.WARNING)
@@ -173,6 +186,7 @@ def on_cpu(worker: int, options: argparse.Namespace, port: int) -> None:
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", address, datetime.timedelta(seconds=300), world_size=options.workers, rank=worker)
     device, rows = torch.device("cpu"), []
+    quantization_hooks.dist = FuturesOfNccl()
     hooks = [
         ("torch quantization_pertensor_hook", hook(quantization_hooks.quantization_pertensor_hook, 1)),
         ("torch quantization_perchannel_hook", hook(quantization_hooks.quantization_perchannel_hook, 1)),

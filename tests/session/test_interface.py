@@ -23,7 +23,9 @@ pytestmark = needs_root
 # Large enough that connection set-up, acknowledgements and barriers are small beside it.
 PLANS = {
     "ddp()": 4,
-    "power_sgd(rank=64, min_compression=0)": 24,
+    "power_sgd(rank=64, bits=None, min_compression=0)": 24,
+    "quantized_ddp(bits=4)": 16,
+    "Plan(schedule=Every(2), codec=ErrorFeedback(Quantized(2)))": 48,
     "post_local_sgd(period=2)": 8,
     "Plan(codec=Cast('bf16'))": 8,
     "Plan(schedule=Every(2), codec=Cast('bf16'))": 16,

@@ -1,0 +1,98 @@
+"""Codecs in few bits: their bytes, numbers of unusual kinds, and residuals over a long run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import laconic
+from laconic.codecs import ByShape, Codec, ErrorFeedback, LowRank, Quantized, Sign, TopK
+from laconic.comm.lockstep import lockstep
+from laconic.comm.requests import State
+from tests.laws.world import residuals, same_bits, true_mean
+
+CODECS: list[Codec] = [
+    *(Quantized(bits) for bits in (8, 4, 2, 1)),
+    Quantized(4, rounding="stochastic"),
+    Sign(block=64),
+    ByShape(TopK(0.1, chunk=64, bits=2), rest=Quantized(4)),
+    ByShape(LowRank(2, bits=4), rest=Quantized(4)),
+]
+
+
+def unusual(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "matrix": torch.randn(24, 40, generator=generator),
+        "one": torch.randn(1, generator=generator),
+        "zeros": torch.zeros(3, 130),
+        "equal": torch.full((300,), 0.1),
+        "denormal": torch.full((20, 20), 1e-40) * torch.randn(20, 20, generator=generator).sign(),
+        "wide": torch.randn(257, generator=generator) * 10.0 ** torch.linspace(-30, 30, 257),
+        "nothing": torch.zeros(0),
+    }
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("workers", range(1, 9))
+def test_the_laws_hold_for_unusual_numbers(codec: Codec, workers: int) -> None:
+    feedback = ErrorFeedback(codec)
+    states: list[State] = [{} for _ in range(workers)]
+    truth = [{name: torch.zeros_like(t).double() for name, t in unusual(0).items()} for _ in range(workers)]
+    sent = [{name: torch.zeros_like(t).double() for name, t in unusual(0).items()} for _ in range(workers)]
+    for step in range(3):
+        inputs = [unusual(8 * step + worker) for worker in range(workers)]
+        ends = lockstep([feedback.average(x, state) for x, state in zip(inputs, states, strict=True)])
+        owns = [end.own() for end in ends]
+        assert all(same_bits(end.mean, ends[0].mean) for end in ends)
+        assert bool(ends[0].finite())
+        assert not ends[0].mean["zeros"].any()
+        for name, mean in true_mean(owns).items():
+            largest = max([float(own[name].abs().max()) for own in owns if own[name].numel()], default=0.0)
+            assert torch.allclose(ends[0].mean[name].double(), mean, rtol=0, atol=1e-5 * largest + 1e-44)
+        for worker, (x, own) in enumerate(zip(inputs, owns, strict=True)):
+            for name in x:
+                truth[worker][name] += x[name].double()
+                sent[worker][name] += own[name].double()
+    for worker, state in enumerate(states):
+        for name, residual in residuals(state).items():
+            largest = float(truth[worker][name].abs().max()) if residual.numel() else 0.0
+            got = sent[worker][name] + residual.double()
+            assert torch.allclose(got, truth[worker][name], rtol=0, atol=2e-4 * largest + 1e-44), name
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_every_worker_notices_nan(codec: Codec, bad: float) -> None:
+    inputs = [{name: t.bfloat16() for name, t in unusual(worker).items()} for worker in range(3)]
+    inputs[1]["matrix"][3, 5] = bad
+    states: list[State] = [{} for _ in range(3)]
+    ends = lockstep([ErrorFeedback(codec).average(x, state) for x, state in zip(inputs, states, strict=True)])
+    assert not any(bool(end.finite()) for end in ends)
+    assert not any(t.any() for state in states for t in residuals(state).values())
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("workers", [2, 3, 4, 8])
+def test_bytes_are_those_of_the_bits(bits: int, workers: int) -> None:
+    shapes = {"up": (512, 2048), "down": (2048, 512), "embed": (1000, 512), "gain": (512,), "bias": (2048,)}
+    dense = laconic.sent_bytes(laconic.ddp(), shapes, workers)
+    sent = laconic.sent_bytes(laconic.quantized_ddp(bits), shapes, workers)
+    assert 0.93 * 32 / bits < dense / sent <= 32 / bits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_residuals_are_bounded_over_3000_steps_of_different_data(codec: Codec) -> None:
+    workers, generator = 4, torch.Generator().manual_seed(1)
+    centres = [torch.randn(16, 32, generator=generator) for _ in range(workers)]
+    states: list[State] = [{} for _ in range(workers)]
+    norms = []
+    for _ in range(3000):
+        inputs = [{"w": centre + 0.5 * torch.randn(16, 32, generator=generator)} for centre in centres]
+        lockstep([ErrorFeedback(codec).average(x, state) for x, state in zip(inputs, states, strict=True)])
+        norms.append(max(float(residual.norm()) for state in states for residual in residuals(state).values()))
+    assert max(norms[2000:]) < 1.5 * max(norms[200:1000])
