@@ -158,22 +158,16 @@ def check_factors(device: str, bits: int, rounds: Any, workers: int = 2) -> None
             {name: torch.randn(shape, generator=source).to(device) for name, shape in shapes.items()}
             for _ in range(workers)
         ]
-        before, kept = copy.deepcopy(given), copy.deepcopy(residuals)
+        before = copy.deepcopy(given)
         expected = lockstep([ErrorFeedback(codec).average(t, s) for t, s in zip(before, plain, strict=True)])
         pairs = zip(given, residuals, factors, strict=True)
         ends = lockstep([bind(codec, t, {}, t, residual, known).exchange() for t, residual, known in pairs])
         for worker, end in enumerate(ends):
             for name, mean in end.mean.items():
-                # On a GPU the factors are computed in tf32, so that codes at a border differ.
-                limit = (1e-5 if device == "cpu" else 0.1) * before[worker][name].norm()
+                limit = 1e-5 * before[worker][name].norm()
                 assert torch.equal(mean, ends[0].mean[name])
-                if step == 0 or device == "cpu":
-                    assert (mean - expected[worker].mean[name]).norm() <= limit, (step, name)
-                    assert (residuals[worker][name] - plain[worker]["residual"][name]).norm() <= limit, (step, name)
-        for name in shapes:  # what is delivered and what is kept is the truth
-            truth = sum(t[name] + kept[w].get(name, 0.0) for w, t in enumerate(before)) / workers
-            got = ends[0].mean[name] + sum(residual[name] for residual in residuals) / workers
-            assert (got - truth).norm() <= 1e-5 * truth.norm(), (step, name)
+                assert (mean - expected[worker].mean[name]).norm() <= limit, (step, name)
+                assert (residuals[worker][name] - plain[worker]["residual"][name]).norm() <= limit, (step, name)
 
 
 INTERPRETED = ["rows", "largest", "feedback", "factors"]

@@ -167,11 +167,6 @@ class BucketMatrices:
         return self.codec.rounds == "alternating"
 
     @property
-    def _precision(self) -> str:
-        """The arithmetic of the factors on tensor cores: exact, unless they travel in few bits."""
-        return "tf32x3" if self.codec.bits is None else "tf32"
-
-    @property
     def _stores_m(self) -> bool:
         """Whether the first of two rounds stores M over G, which saves two passes over E."""
         return not self._alternating and self.dtype == torch.float32
@@ -198,7 +193,7 @@ class BucketMatrices:
         blocks = kernels.blocks(kernels.COMPUTE_P_AND_M if self._stores_m else kernels.COMPUTE_P, self.codec.rank)
         arguments = {
             "q": self.q, "p": self.p_message, "own": self.own_p, "finite": self.finite, "keep": self.keep,
-            "PRECISION": self._precision, "STORE_M": self._stores_m,
+            "STORE_M": self._stores_m,
         }  # fmt: skip
         return self._launch_over_tiles(kernels.compute_p, blocks, (blocks.rows, None), arguments)
 
@@ -207,7 +202,7 @@ class BucketMatrices:
         blocks = kernels.blocks(kernels.COMPUTE_Q, self.codec.rank)
         arguments = {
             "p": self.new_p, "parts": self.parts, "finite": self.finite, "keep": self.keep, "CHUNK": self.chunk,
-            "PRECISION": self._precision, "ADD": not self._stores_m, "FIRST": first,
+            "ADD": not self._stores_m, "FIRST": first,
         }  # fmt: skip
         # Backwards: the last tiles of the kernel before are still in the cache.
         tiles = self._launch_over_tiles(

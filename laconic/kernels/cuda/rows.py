@@ -52,11 +52,12 @@ def encode_largest(rows: Tensor, kept: int, bits: int | None) -> Tensor:
     messages = torch.empty(n, size + -(-kept * place_bits // 8), dtype=torch.uint8, device=rows.device)
     if n:
         padded = 1 << (kept - 1).bit_length()
-        places = torch.empty(n, padded, dtype=torch.int32, device=rows.device)
+        scratch = max(padded, chunk // 32)
+        found = torch.empty(2, n, scratch, dtype=torch.int32, device=rows.device)
         triton_sparse.encode_largest[(n,)](
-            rows.contiguous(), places, messages, messages.shape[1],
+            rows.contiguous(), found[0], found[1], messages, messages.shape[1],
             KEPT=kept, PADDED=padded, CHUNK=chunk, PLACE_BITS=place_bits, TWO_BITS=bits is not None,
-            GUESS=0.8 * math.log(chunk / kept), AIM=math.log2(kept + 0.5), num_warps=4,
+            SCRATCH=scratch, GUESS=0.8 * math.log(chunk / kept), AIM=math.log2(kept + 0.5), num_warps=4,
         )  # fmt: skip
     return messages
 

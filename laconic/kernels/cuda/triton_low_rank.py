@@ -6,8 +6,7 @@
 
 All matrices have one rank. Their factors, [rank, rows] each, are concatenated in one flat tensor, which is also the
 message. A table of tiles gives each program its matrix and position. Arithmetic is fp32 (tf32x3 on the tensor cores, which
-keeps fp32 precision; tf32 for factors that travel in few bits, which lose far more: `reconstruct` subtracts what was
-sent, exactly), whatever the dtype of the gradients. Residuals are fp32. Nothing here waits for the device.
+keeps fp32 precision), whatever the dtype of the gradients. Residuals are fp32. Nothing here waits for the device.
 
 All three kernels are memory-bound and need accesses of 16 bytes to reach full bandwidth. ALIGNED means that every row of
 these matrices starts at a multiple of 16 bytes: the compiler cannot infer that from addresses and widths in a table.
@@ -38,16 +37,8 @@ class Blocks:
 # Keyed by the largest rank that they serve; separate tables for M computed as G + E, and for M stored over G.
 # Measured on an H200 with the matrices of BERT-large (benchmarks/tiles.py).
 COMPUTE_P = {64: Blocks(64, 64, warps=4, stages=3)}
-COMPUTE_P_AND_M = {
-    16: Blocks(32, 32, warps=2, stages=5),
-    32: Blocks(32, 32, warps=2, stages=4),
-    64: Blocks(64, 64, warps=4, stages=3),
-}
-COMPUTE_Q = {
-    16: Blocks(32, 64, warps=2, stages=4),
-    32: Blocks(32, 128, warps=4, stages=3),
-    64: Blocks(32, 32, warps=2, stages=4),
-}
+COMPUTE_P_AND_M = {16: Blocks(32, 32, warps=2, stages=5), 64: Blocks(64, 64, warps=4, stages=3)}
+COMPUTE_Q = {16: Blocks(32, 64, warps=2, stages=4), 64: Blocks(32, 32, warps=2, stages=4)}
 RECONSTRUCT = {
     1: Blocks(16, 512, warps=8, stages=2, dot=False),
     8: Blocks(4, 512, warps=4, stages=1, dot=False, one_tile=True),
@@ -58,7 +49,6 @@ RECONSTRUCT_FROM_M = {
     1: Blocks(16, 512, warps=8, stages=1, dot=False, one_tile=True),
     8: Blocks(8, 512, warps=4, stages=1, dot=False, one_tile=True),
     16: Blocks(16, 64, warps=2, stages=2),
-    32: Blocks(32, 128, warps=4, stages=2),
     64: Blocks(32, 64, warps=4, stages=2),
 }
 CHUNK_ROWS = 1024
@@ -95,7 +85,7 @@ def _matrix(tiles, count, matrices, g_at, e_at, GRADIENT: tl.constexpr, ALIGNED:
 def compute_p(
     tiles, count, matrices, g_at, e_at, q, p, own, finite, keep,
     GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, STORE_M: tl.constexpr,
+    COLUMNS: tl.constexpr, STORE_M: tl.constexpr,
 ):  # fmt: skip
     """Compute P = (G + E) Q for one block of rows, for the message and for `own`. With STORE_M, write G + E over G."""
     tl.store(finite, 1)  # by every program, before any kernel reads it
@@ -114,7 +104,7 @@ def compute_p(
         if STORE_M:
             tl.store(g_tile, block, mask=inside)
         factor = tl.load(q + k[None, :] * n + x[:, None], mask=(x < n)[:, None] & (k < RANK)[None, :], other=0.0)
-        acc = tl.dot(block, factor, acc, input_precision=PRECISION)
+        acc = tl.dot(block, factor, acc, input_precision="tf32x3")
     at = p_at + k[None, :] * m + y[:, None]
     tl.store(p + at, acc, mask=(y < m)[:, None] & (k < RANK)[None, :])
     tl.store(own + at, acc, mask=(y < m)[:, None] & (k < RANK)[None, :])
@@ -124,8 +114,7 @@ def compute_p(
 def compute_q(
     tiles, count, matrices, g_at, e_at, p, parts, finite, keep,
     GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
-    FIRST: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, ADD: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Compute Mᵀ P for one block of columns and one chunk of rows. M is G + E with ADD; otherwise it is stored in G."""
     if FIRST:
@@ -145,7 +134,7 @@ def compute_q(
         if ADD:
             block += tl.load(e + lines + x[None, :], mask=inside, other=0.0)
         factor = tl.load(p + k[:, None] * m + y[None, :], mask=(k < RANK)[:, None] & (y < last)[None, :], other=0.0)
-        acc = tl.dot(factor, block, acc, input_precision=PRECISION)
+        acc = tl.dot(factor, block, acc, input_precision="tf32x3")
     parts += part_at + (first // CHUNK).to(tl.int64) * n * RANK  # [chunk, rank, columns]
     tl.store(parts + k[:, None] * n + x[None, :], acc, mask=(k < RANK)[:, None] & (x < n)[None, :])
 

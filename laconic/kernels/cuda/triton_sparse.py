@@ -2,7 +2,7 @@
 
 One program holds a chunk in registers. It looks for a magnitude at or above which there are exactly k numbers, on the
 bits of fp32, which are ordered as magnitudes are. It starts from what a bell-shaped distribution would need, and assumes
-that counts fall exponentially between what it has tried; late trials halve the interval instead. Of numbers with
+that counts fall exponentially between what it has tried; every third trial halves the interval instead. Of numbers with
 equal magnitude, those at the lowest places are sent. Values and places are sent in ascending order of places.
 
 What is sent is first marked in words of 32 bits, one a thread: most threads then have one number to copy, or none.
@@ -35,9 +35,7 @@ def _threshold(magnitude, KEPT: tl.constexpr, CHUNK: tl.constexpr, GUESS: tl.con
     guess = (mean * GUESS).to(tl.int32, bitcast=True)
     turn = low
     while (high - low > 1) & (above != KEPT):
-        middle = tl.where(
-            (turn > 8) & (turn % 3 == 2), low + (high - low) // 2, tl.maximum(tl.minimum(guess, high - 1), low + 1)
-        )
+        middle = tl.where(turn % 3 == 2, low + (high - low) // 2, tl.maximum(tl.minimum(guess, high - 1), low + 1))
         found = _count(magnitude >= middle)
         log_found = tl.log2(tl.maximum(found.to(tl.float32), 0.5))
         enough = found >= KEPT
@@ -74,18 +72,19 @@ def _bits_set(word):
 
 @triton.jit
 def encode_largest(
-    rows, places, messages, width,
+    rows, values, places, messages, width,
     KEPT: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, PLACE_BITS: tl.constexpr, TWO_BITS: tl.constexpr,
-    GUESS: tl.constexpr, AIM: tl.constexpr,
+    SCRATCH: tl.constexpr, GUESS: tl.constexpr, AIM: tl.constexpr,
 ):  # fmt: skip
-    """Encode one chunk. `places`, [n, PADDED] in int32, is scratch memory."""
+    """Encode one chunk. `values` and `places`, [n, SCRATCH] in int32, are scratch memory."""
     chunk = tl.program_id(0).to(tl.int64)
     WORDS: tl.constexpr = CHUNK // 32
     r = tl.arange(0, WORDS)
     bit = tl.arange(0, 32)
     place = r[:, None] * 32 + bit[None, :]
     rows += chunk * CHUNK
-    places += chunk * PADDED
+    values += chunk * SCRATCH
+    places += chunk * SCRATCH
     magnitude = tl.load(rows + place).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     low, above = _threshold(magnitude, KEPT, CHUNK, GUESS, AIM)
     sent = magnitude >= low
@@ -93,7 +92,10 @@ def encode_largest(
         larger = magnitude > low
         equal = magnitude == low
         sent = larger | (equal & (place < _end_of_equals(equal, place, KEPT - _count(larger), CHUNK)))
-    word = tl.sum(sent.to(tl.int32) << bit[None, :], axis=1).to(tl.uint32, bitcast=True)
+    tl.store(values + r, tl.sum(sent.to(tl.int32) << bit[None, :], axis=1))
+    tl.debug_barrier()
+    word = tl.load(values + r).to(tl.uint32, bitcast=True)  # now one or two a thread
+    tl.debug_barrier()
     count = _bits_set(word)
     slot = tl.cumsum(count, axis=0) - count
     for _ in range(tl.max(count, axis=0)):
@@ -101,17 +103,17 @@ def encode_largest(
         lowest = (word ^ rest).to(tl.float32).to(tl.int32, bitcast=True)  # a power of 2: its exponent is the place
         at = r * 32 + ((lowest >> 23) - 127)
         there = word != 0
+        tl.store(values + slot, tl.load(rows + at, mask=there, other=0.0).to(tl.int32, bitcast=True), mask=there)
         tl.store(places + slot, at, mask=there)
         slot += 1
         word = rest
     tl.debug_barrier()  # all threads see what was stored
     messages += chunk * width
     k = tl.arange(0, PADDED)
-    value = tl.load(rows + tl.load(places + k, mask=k < KEPT, other=0), mask=k < KEPT, other=0.0)
+    value = tl.load(values + k, mask=k < KEPT, other=0)
     if TWO_BITS:
-        messages = _store_two_bits(messages, rows, places, value, KEPT, PADDED)
+        messages = _store_two_bits(messages, values, value, k, KEPT, PADDED)
     else:
-        value = value.to(tl.int32, bitcast=True)
         for i in tl.static_range(4):
             tl.store(messages + 4 * k + i, ((value >> (8 * i)) & 0xFF).to(tl.uint8), mask=k < KEPT)
         messages += 4 * KEPT
@@ -125,17 +127,16 @@ def encode_largest(
 
 
 @triton.jit
-def _store_two_bits(messages, rows, places, value, KEPT: tl.constexpr, PADDED: tl.constexpr):
+def _store_two_bits(messages, values, value, k, KEPT: tl.constexpr, PADDED: tl.constexpr):
     """Store the mean magnitude and the codes; return the address after them."""
-    mean = bf16_bits(tl.sum(tl.abs(value), axis=0) / KEPT)
+    mean = bf16_bits(tl.sum(tl.abs(value.to(tl.float32, bitcast=True)), axis=0) / KEPT)
     border = bf16_value(bf16_bits(bf16_value(mean) * 1.12))
     tl.store(messages, (mean & 0xFF).to(tl.uint8))
     tl.store(messages + 1, (mean >> 8).to(tl.uint8))
     byte = tl.arange(0, PADDED)
     packed = tl.zeros((PADDED,), dtype=tl.int32)
     for i in tl.static_range(4):
-        place = tl.load(places + 4 * byte + i, mask=4 * byte + i < KEPT, other=0)
-        each = tl.load(rows + place, mask=4 * byte + i < KEPT, other=0.0)
+        each = tl.load(values + 4 * byte + i, mask=4 * byte + i < KEPT, other=0).to(tl.float32, bitcast=True)
         code = (each > 0).to(tl.int32) + 2 * (tl.abs(each) > border).to(tl.int32)
         packed |= tl.where(4 * byte + i < KEPT, code, 0) << (2 * i)
     used: tl.constexpr = (KEPT + 3) // 4
