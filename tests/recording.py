@@ -26,21 +26,21 @@ FILE = Path(__file__).with_name("recorded.json")
 STEPS = 20
 PLANS = (
     "ddp()",
-    "power_sgd(rank=2)",
-    'power_sgd(rank=4, rounds="two", start=3)',
+    "power_sgd(rank=2, bits=None, rounds='alternating')",
+    "power_sgd(rank=4, bits=None, start=3)",
     'Plan(codec=ErrorFeedback(Cast("bf16")))',
     "Plan(codec=ErrorFeedback(Batched(LowRank(rank=2))))",
     "post_local_sgd(start=5, period=4)",
     "hierarchical_sgd({2: HALF, 4: ALL})",
-    "diloco(period=4)",
-    'diloco(period=4, codec=ByShape(ErrorFeedback(LowRank(rank=2))), optimizer_state="average")',
-    "streaming_diloco(period=4, fragments=2, delay=1)",
+    "diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())",
+    'diloco(period=4, lr=0.7, momentum=0.9, codec=ByShape(ErrorFeedback(LowRank(rank=2))), optimizer_state="average")',
+    "streaming_diloco(period=4, fragments=2, delay=1, lr=0.7, momentum=0.9, codec=Exact())",
     "qsr(growth=0.02, floor=3)",
     'Plan(schedule=Every(5), codec=ErrorFeedback(Cast("bf16")), outer=Optim("AdamW", {"lr": 0.01}))',
 )
 KINDS = ("ddp", "bare", "fsdp", "large")
 """How the model is wrapped; "large" is a bare module of several MB, whose weights travel in several pieces."""
-LARGE_PLANS = ("post_local_sgd(start=5, period=4)", "diloco(period=4)")
+LARGE_PLANS = ("post_local_sgd(start=5, period=4)", "diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())")
 
 
 class Net(nn.Module):

@@ -12,7 +12,7 @@ from laconic.cli.view import Row
 
 def train(
     command: typer.Context,
-    plan: Annotated[str, typer.Option(help='How workers synchronise, such as "power_sgd(rank=4)".')] = DEFAULT.plan,
+    plan: Annotated[str, typer.Option(help='How workers synchronise, such as "power_sgd(rank=20)".')] = DEFAULT.plan,
     workers: options.Workers = None,
     steps: options.Steps = DEFAULT.steps,
     model: options.Model = DEFAULT.model,

@@ -33,7 +33,7 @@ class Outcome:
 
     Bytes are per worker, tokens are of all workers (an image counts as one token), and seconds are of training alone,
     without start-up and evaluation.
-    `sent_bytes` is the payload that a worker passes to collectives, `wire_bytes` what these send for it,
+    `sent_bytes` and `wire_bytes` are what a worker sends,
     `network_bytes` the same with the headers of gloo and TCP, and `interface_bytes` the count of the worker's network
     interface in the same time, if it has its own.
     `talking_seconds` is the time during which a collective was in flight, with or without computation;

@@ -153,7 +153,7 @@ class CompareReporter(StepObserver):
             steps=self._goal.steps or 0,
             loss=loss,
             tokens_per_s=self._tokens / seconds,
-            sent_bytes=ledger.payload_bytes,
+            sent_bytes=ledger.wire_bytes,
             seconds=seconds,
             wire_bytes=ledger.wire_bytes,
             framing_bytes=times.framing_bytes,

@@ -97,7 +97,7 @@ def _all_reduces_per_step(worker: int, implementation: str) -> float:
     model = DDP(mlp())
     optimizer = sgd(model)
     if implementation == "laconic":
-        laconic.attach(laconic.power_sgd(rank=2, rounds="alternating"), model, optimizer)
+        laconic.attach(laconic.power_sgd(rank=2, bits=None, rounds="alternating"), model, optimizer)
     else:
         model.register_comm_hook(power_state(implementation), power(implementation).powerSGD_hook)
     seen = Collectives.watch()

@@ -50,8 +50,8 @@ def _attach_otherwise(worker: int, what: str) -> tuple[str, float]:
         ("dtype", "worker 2 has parameter 0: a [4, 4] float64"),
         ("frozen", "worker 2 has parameter 0: a [4, 4] float32 frozen"),
         ("layout", "worker 2 has parameter 0: a [4, 4] float32 strides (1, 4)"),
-        ("plan", "worker 2 has plan: power_sgd(rank=2)"),
-        ("seed", "worker 2 has plan: power_sgd(rank=1, seed=1)"),
+        ("plan", "worker 2 has plan: power_sgd(rank=2, bits=4)"),
+        ("seed", "worker 2 has plan: power_sgd(rank=1, bits=4, seed=1)"),
         ("groups", "worker 2 has plan: post_local_sgd(period=2, group=2)"),
     ],
 )
@@ -126,4 +126,4 @@ def _changed_apart(worker: int) -> str:
 
 
 def test_a_change_that_not_all_make_is_named():
-    assert all("plan: power_sgd(rank=2)" in error for error in run_workers(_changed_apart, 3))
+    assert all("plan: power_sgd(rank=2, bits=4)" in error for error in run_workers(_changed_apart, 3))

@@ -61,7 +61,14 @@ class TestAsRoot:
 
     def test_the_bytes_are_those_of_the_interfaces(self, outside, tmp_path):
         path, page = tmp_path / "out.json", tmp_path / "out.html"
-        plans = ["--plan", "ddp()", "--plan", "power_sgd(rank=4)", "--plan", "post_local_sgd(period=2)"]
+        plans = [
+            "--plan",
+            "ddp()",
+            "--plan",
+            "power_sgd(rank=4, bits=None, rounds='alternating')",
+            "--plan",
+            "post_local_sgd(period=2)",
+        ]
         given = ["--link", "2 @ 1gbit, 2 @ 50mbit", "--steps", "8", *plans, "--json", str(path), "--report", str(page)]
         ended = outside("-m", "laconic", "compare", "--no-baselines", *given, "--layers", "2")
         assert (ended.code, ended.err) == (0, "")
@@ -138,11 +145,11 @@ def test_where_no_link_can_be_made_its_time_is_computed(outside, tiny, tmp_path,
 @pytest.mark.slow
 def test_the_example_script_until_a_loss(outside, tmp_path):
     path = tmp_path / "out.json"
-    plans = ["--plan", "ddp()", "--plan", "power_sgd(rank=2)"]
+    plans = ["--plan", "ddp()", "--plan", "power_sgd(rank=2, bits=None, rounds='alternating')"]
     given = ["--script", "examples/own_script.py", "--workers", "2", "--until-loss", "0.03", "--json", str(path)]
     ended = outside("-m", "laconic", "compare", "--no-baselines", *given, *plans, "--", "300")
     assert (ended.code, ended.err) == (0, "")
-    for row, plan in zip(rows_of(path), ("ddp()", "power_sgd(rank=2)"), strict=True):
+    for row, plan in zip(rows_of(path), ("ddp()", "power_sgd(rank=2, bits=None, rounds='alternating')"), strict=True):
         assert (row["plan"], row["model"], row["loss_of"], row["ended"]) == (plan, "own_script.py", "training", "loss")
         assert row["loss_final"] <= 0.03  # type: ignore[operator]
         assert 8 < row["steps"] < 300  # type: ignore[operator]

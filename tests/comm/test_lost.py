@@ -22,7 +22,7 @@ LOST, AT = 2, 8
 SOONER = [
     ("ddp()", "dies in it", True),
     ("ddp()", "stands still", False),
-    ("power_sgd(rank=2)", "stands still", True),
+    ("power_sgd(rank=2, bits=None, rounds='alternating')", "stands still", True),
     ("post_local_sgd(period=4)", "dies", False),
     ("post_local_sgd(period=4)", "dies", True),
 ]
@@ -82,7 +82,7 @@ def _acting(collective: Callable[..., Any], place: int, act: Callable[[], None])
     ("text", "how", "wrapped"),
     [
         pytest.param(text, how, wrapped, marks=[pytest.mark.nightly] * ((text, how, wrapped) not in SOONER))
-        for text in ("ddp()", "power_sgd(rank=2)", "post_local_sgd(period=4)")
+        for text in ("ddp()", "power_sgd(rank=2, bits=None, rounds='alternating')", "post_local_sgd(period=4)")
         for how in ("dies", "dies in it", "stands still")
         for wrapped in (True, False)
     ],
@@ -111,7 +111,12 @@ def test_with_batch_norm_under_ddp_too(how, lost):
 @pytest.mark.parametrize("workers", [3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["dies in it", pytest.param("dies", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
-    "text", ["post_local_sgd(period=4)", "diloco(period=4)", "diloco(period=4, codec=Cast('bf16'))"]
+    "text",
+    [
+        "post_local_sgd(period=4)",
+        "diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())",
+        "diloco(period=4, codec=Cast('bf16'))",
+    ],
 )
 def test_an_atomic_round_leaves_the_weights_as_they_were_before_it(text, how, workers):
     results = run_survivors(_until_lost, workers, LOST, (text, False, how, {"commit": "atomic"}))

@@ -40,7 +40,7 @@ def _stress(worker: int, runs: int, steps: int) -> list[Tensor]:
         module = mlp(seed=run, width=256, depth=8)  # 2 MB of gradients in 9 matrices
         ddp = DDP(module, bucket_cap_mb=0.25)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-        plan = laconic.power_sgd(rank=2, rounds="two" if run % 2 == 0 else "alternating")
+        plan = laconic.power_sgd(rank=2, bits=None, rounds="two" if run % 2 == 0 else "alternating")
         session = laconic.attach(plan, ddp, optimizer)
         for p in ddp.parameters():  # backward itself comes late too
             p.register_hook(lambda grad, lots=lots: time.sleep(lots.random() * 0.002) if lots.random() < 0.02 else None)

@@ -209,7 +209,7 @@ def test_a_script_that_chooses_its_own_plan(script, tmp_path):
     )
     words = r"it was started with plan power_sgd\(rank=2\) and ran ddp\(\). Attach laconic.plan_from_env"
     with pytest.raises(LabError, match=words):
-        launch(Script("power_sgd(rank=2)", script, workers=1), tmp_path)
+        launch(Script("power_sgd(rank=2, bits=None, rounds='alternating')", script, workers=1), tmp_path)
 
 
 def test_the_last_error_of_a_log():

@@ -10,7 +10,7 @@ from laconic.compare.records import Outcome, Point
 from laconic.compare.settings import Script, Settings
 from laconic.compare.unfinished import Finished, Unfinished, digest
 
-RUNS = [Settings(plan="ddp()"), Settings(plan="power_sgd(rank=4)")]
+RUNS = [Settings(plan="ddp()"), Settings(plan="power_sgd(rank=4, bits=None, rounds='alternating')")]
 DONE = Outcome(
     plan="ddp()",
     model="gpt",

@@ -17,10 +17,15 @@ from laconic.compare.validating import Validator, mean_over, mean_weights
 from tests.session.models import weights
 from tests.workers import run_workers
 
-PLANS = ["Plan(Every(8))", "streaming_diloco(period=4, fragments=2)", "ddp()", "alone()"]
+PLANS = [
+    "Plan(Every(8))",
+    "streaming_diloco(period=4, fragments=2, lr=0.7, momentum=0.9, codec=Exact())",
+    "ddp()",
+    "alone()",
+]
 WATCHED = [
     "Plan(Every(4), ErrorFeedback(Cast('bf16')))",
-    "streaming_diloco(period=3, fragments=1, lr=0.5, momentum=0.5)",
+    "streaming_diloco(period=3, fragments=1, lr=0.5, momentum=0.5, codec=Exact())",
     "alone()",
 ]
 

@@ -86,13 +86,13 @@ def _deltas(period: int, codec: Codec, lossy: float, outer: tuple[float, float] 
 
 
 def _diloco(**options: Any) -> Known:
-    plan = laconic.diloco(lr=0.7, momentum=0.9, **options)
+    plan = laconic.diloco(**{"lr": 0.7, "momentum": 0.9, "codec": laconic.Exact()} | options)
     start, group = options.get("start", 1), options.get("group")
     return Known(plan, options["period"], start, group=group, outer=(0.7, 0.9), anchored=True)
 
 
 def _streaming(period: int, fragments: int, delay: int) -> Known:
-    plan = laconic.streaming_diloco(period, fragments, delay, lr=0.7, momentum=0.9)
+    plan = laconic.streaming_diloco(period, fragments, delay, lr=0.7, momentum=0.9, codec=laconic.Exact())
     return Known(plan, period, outer=(0.7, 0.9), fragments=fragments, delay=delay, anchored=True)
 
 
@@ -110,22 +110,26 @@ LOSSLESS = {
     "post_local_leader": _local(2, buffers="leader"),
     "post_local_keep": _local(2, buffers="keep"),
     "every": Known(Plan(Every(3)), 3),
-    "diloco": _diloco(period=2),
-    "diloco_start": _diloco(period=3, start=2),
-    "diloco_groups": _diloco(period=2, group=2),
+    "diloco": _diloco(period=2, lr=0.7, momentum=0.9, codec=laconic.Exact()),
+    "diloco_start": _diloco(period=3, lr=0.7, momentum=0.9, codec=laconic.Exact(), start=2),
+    "diloco_groups": _diloco(period=2, lr=0.7, momentum=0.9, codec=laconic.Exact(), group=2),
     "streaming": _streaming(2, 1, 0),
     "streaming_fragments": _streaming(4, 2, 0),
     "streaming_delay": _streaming(3, 1, 1),
     "streaming_delay_fragments": _streaming(4, 2, 1),
-    "streaming_adopt": Known(laconic.streaming_diloco(4, 2, 0, lr=1.0, momentum=0.0), 4, fragments=2),
+    "streaming_adopt": Known(
+        laconic.streaming_diloco(4, 2, 0, lr=1.0, momentum=0.0, codec=laconic.Exact()), 4, fragments=2
+    ),
     "hierarchical": Known(laconic.hierarchical_sgd({1: 2, 2: 4}), 2, nested={1: 2, 2: 4}),
     "hierarchical_two": Known(laconic.hierarchical_sgd({2: 2}, start=2), 2, start=2, nested={2: 2}),
     "qsr": Known(laconic.qsr(growth=0.08, floor=2), 2, growth=0.08),
 }
 LOSSY = {
-    "power_sgd_two": Known(laconic.power_sgd(rank=1, rounds="two"), lossy=ROUNDING),
-    "power_sgd_alternating": Known(laconic.power_sgd(rank=2), lossy=ROUNDING),
-    "power_sgd_start": Known(laconic.power_sgd(rank=1, start=3), start=3, lossy=ROUNDING),
+    "power_sgd_two": Known(laconic.power_sgd(rank=1, bits=None), lossy=ROUNDING),
+    "power_sgd_alternating": Known(laconic.power_sgd(rank=2, bits=None, rounds="alternating"), lossy=ROUNDING),
+    "power_sgd_start": Known(
+        laconic.power_sgd(rank=1, bits=None, start=3, rounds="alternating"), start=3, lossy=ROUNDING
+    ),
     "feedback_bf16": _gradients(ErrorFeedback(Cast("bf16")), lossy=0.01),
     "feedback_batched": _gradients(ErrorFeedback(Batched(LowRank(rank=1))), ROUNDING),
     "feedback_quantized": _gradients(ErrorFeedback(Quantized(8)), ROUNDING),

@@ -241,7 +241,7 @@ class Trainer:
         if kind == "groups":
             plan = laconic.post_local_sgd(group=5)
         elif kind == "fragments":
-            plan = laconic.streaming_diloco(period=50, fragments=40)
+            plan = laconic.streaming_diloco(period=50, fragments=40, lr=0.7, momentum=0.9, codec=laconic.Exact())
         error = ""
         try:
             laconic.attach(plan, net, optimizer, timeout_s=TIMEOUT_S).detach()

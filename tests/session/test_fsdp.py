@@ -117,9 +117,9 @@ def test_gradients_are_those_of_native_hsdp_in_every_setting():
 
 
 PLANS = [
-    "power_sgd(rank=1)",
-    "diloco(period=3, momentum=0.5)",
-    "streaming_diloco(period=4, fragments=2, delay=1, momentum=0.5)",
+    "power_sgd(rank=1, bits=None, rounds='alternating')",
+    "diloco(period=3, lr=0.7, momentum=0.5, codec=Exact())",
+    "streaming_diloco(period=4, fragments=2, delay=1, lr=0.7, momentum=0.5, codec=Exact())",
 ]
 
 
@@ -153,7 +153,7 @@ def _train(worker: int, text: str, way: str) -> tuple[list[float], Tensor, Tenso
 
 def _as_one_worker(worker: int) -> tuple[Tensor, Tensor]:
     """A replica of two shards, and a bare module that sees the data of both."""
-    mesh, text = two_by_two(), "diloco(period=2, optimizer_state='average')"
+    mesh, text = two_by_two(), "diloco(period=2, lr=0.7, momentum=0.9, codec=Exact(), optimizer_state='average')"
     model, optimizer, _ = attached(text, "1-D", mesh)
     steps(model, optimizer, worker, 5)
     bare = net()

@@ -23,11 +23,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 PLANS = [
     "ddp()",
-    "power_sgd(rank=2)",
-    "power_sgd(rank=2, rounds='two')",
+    "power_sgd(rank=2, bits=None, rounds='alternating')",
+    "power_sgd(rank=2, bits=None)",
     "post_local_sgd(period=4, start=5)",
-    "diloco(period=4)",
-    "streaming_diloco(period=4, fragments=2)",
+    "diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())",
+    "streaming_diloco(period=4, fragments=2, lr=0.7, momentum=0.9, codec=Exact())",
     "Plan(schedule=Every(2), codec=ErrorFeedback(LowRank(2, min_compression=0)), outer=Nesterov())",
 ]
 
@@ -57,8 +57,12 @@ def test_workers_on_a_gpu_agree_and_do_what_cpus_do(plan, kind):
 
 
 def test_anchors_on_the_host_are_the_same_as_on_the_gpu():
-    here = run_workers(_train, 2, ("diloco(period=4)", "bare", "cuda", "device"), timeout_s=120)
-    there = run_workers(_train, 2, ("diloco(period=4)", "bare", "cuda", "cpu"), timeout_s=120)
+    here = run_workers(
+        _train, 2, ("diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())", "bare", "cuda", "device"), timeout_s=120
+    )
+    there = run_workers(
+        _train, 2, ("diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())", "bare", "cuda", "cpu"), timeout_s=120
+    )
     assert_equal_bits([*here, *there])
 
 
@@ -83,7 +87,7 @@ def _spoiled(worker: int, plan: str, kind: str, fused: bool) -> tuple[list[Tenso
 
 
 @pytest.mark.parametrize("kind", ["bare", "ddp"])
-@pytest.mark.parametrize("plan", ["ddp()", "power_sgd(rank=2)"])
+@pytest.mark.parametrize("plan", ["ddp()", "power_sgd(rank=2, bits=None, rounds='alternating')"])
 def test_fused_optimizers_leave_a_spoiled_step_out_by_themselves(plan, kind):
     for trace, policy, said in run_workers(_spoiled, 2, (plan, kind, True), timeout_s=120):
         assert policy == "skip"
@@ -114,7 +118,13 @@ def _default_backends(worker: int, store: str, backend: str | None, plan: str, k
 
 
 @pytest.mark.parametrize("backend", [None, "cpu:gloo,cuda:nccl"])
-@pytest.mark.parametrize(("plan", "kind"), [("power_sgd(rank=2)", "ddp"), ("diloco(period=4)", "bare")])
+@pytest.mark.parametrize(
+    ("plan", "kind"),
+    [
+        ("power_sgd(rank=2, bits=None, rounds='alternating')", "ddp"),
+        ("diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())", "bare"),
+    ],
+)
 def test_groups_with_a_backend_for_each_device_train(tmp_path, backend, plan, kind):
     arguments = (str(tmp_path / "store"), backend, plan, kind)
     ((got, own_group),) = run_workers(_default_backends, 1, arguments, timeout_s=120, group=False)

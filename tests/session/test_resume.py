@@ -80,15 +80,15 @@ TWIN = [
 @pytest.mark.parametrize(
     ("text", "way", "bucket_mb"),
     [
-        ("power_sgd(rank=2, rounds='two')", "ddp", 2.0),
+        ("power_sgd(rank=2, bits=None)", "ddp", 2.0),
         *[
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 *[(text, "ddp", 1.2) for text in PLANS],
-                ("power_sgd(rank=4)", "ddp", 25.0),
-                ("power_sgd(rank=2, feedback=False)", "ddp", 1.2),
-                ("power_sgd(rank=2)", "bare", 0),
-                ("power_sgd(rank=4, rounds='two')", "bare", 0),
+                ("power_sgd(rank=4, bits=None, rounds='alternating')", "ddp", 25.0),
+                ("power_sgd(rank=2, bits=None, rounds='alternating', feedback=False)", "ddp", 1.2),
+                ("power_sgd(rank=2, bits=None, rounds='alternating')", "bare", 0),
+                ("power_sgd(rank=4, bits=None)", "bare", 0),
                 *[(text, "twin", 1.2) for text in TWIN],
             ]
         ],

@@ -48,7 +48,11 @@ def _train(worker: int, text: str, wrapped: bool, folder: str | None, told: int 
 
 @pytest.mark.parametrize(
     ("text", "stops", "wrapped"),
-    [("ddp()", 10, True), ("power_sgd(rank=2)", 10, False), ("post_local_sgd(start=4, period=8)", 11, True)],
+    [
+        ("ddp()", 10, True),
+        ("power_sgd(rank=2, bits=None, rounds='alternating')", 10, False),
+        ("post_local_sgd(start=4, period=8)", 11, True),
+    ],
 )
 def test_all_stop_after_the_same_step_and_go_on_from_there(text, stops, wrapped, tmp_path: Path):
     stopped = run_workers(_train, 3, (text, wrapped, str(tmp_path), 10))

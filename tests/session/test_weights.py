@@ -69,7 +69,7 @@ def _diloco(worker: int, text: str) -> Tensor:
 @pytest.mark.parametrize(
     "text",
     [
-        "diloco(period=2)",
+        "diloco(period=2, lr=0.7, momentum=0.9, codec=Exact())",
         "Plan(schedule=Every(2), outer=Optim('SGD', {'lr': 0.7, 'momentum': 0.9, 'nesterov': True}))",
         "Plan(schedule=Streaming(period=2, fragments=1), outer=Nesterov())",
         "Plan(schedule=Quadratic(growth=0.14143, floor=1), outer=Nesterov())",  # (0.14143 / 0.1)² = 2
@@ -82,7 +82,9 @@ def test_diloco_follows_the_trace_computed_by_hand(text):
 
 def test_with_full_length_and_no_momentum_diloco_is_averaging():
     adopted = run_workers(_diloco, 2, ("post_local_sgd(period=2)",))
-    assert all(map(torch.equal, run_workers(_diloco, 2, ("diloco(period=2, lr=1.0, momentum=0.0)",)), adopted))
+    assert all(
+        map(torch.equal, run_workers(_diloco, 2, ("diloco(period=2, lr=1.0, momentum=0.0, codec=Exact())",)), adopted)
+    )
     through_an_anchor = run_workers(_diloco, 2, ("Plan(schedule=Every(2), outer=Optim('SGD', {'lr': 1.0}))",))
     torch.testing.assert_close(through_an_anchor, adopted, rtol=1e-6, atol=1e-7)
 
@@ -171,7 +173,7 @@ def _cloned(nest: Any) -> Any:
     "text",
     [
         "diloco(period=4, codec=ErrorFeedback(LowRank(rank=1)))",
-        "streaming_diloco(period=6, fragments=3, delay=2)",
+        "streaming_diloco(period=6, fragments=3, delay=2, lr=0.7, momentum=0.9, codec=Exact())",
         "hierarchical_sgd({2: 2, 4: 4}, start=3)",
         "qsr(growth=0.02, floor=2)",
         "Plan(schedule=Every(3), outer=Optim('AdamW', {'lr': 0.01}))",
@@ -200,7 +202,7 @@ def _peak_bytes(worker: int, text: str) -> tuple[int, float]:
 
 @pytest.mark.parametrize("delay", [0, 3])
 def test_fragments_spread_the_bytes_over_steps(delay):
-    plain = run_workers(_peak_bytes, 2, ("diloco(period=16)",))[0]
+    plain = run_workers(_peak_bytes, 2, ("diloco(period=16, lr=0.7, momentum=0.9, codec=Exact())",))[0]
     streaming = run_workers(_peak_bytes, 2, (f"streaming_diloco(period=16, fragments=4, delay={delay})",))[0]
     assert streaming[0] <= 1.2 / 4 * plain[0]
     assert streaming[1] == plain[1]  # as much in all
@@ -219,10 +221,10 @@ def test_fragments_are_about_equal_and_hold_every_name_once():
 def _too_many_fragments(worker: int) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    too_many = laconic.streaming_diloco(period=4, fragments=3)
+    too_many = laconic.streaming_diloco(period=4, fragments=3, lr=0.7, momentum=0.9, codec=laconic.Exact())
     with pytest.raises(ValueError, match=r"fragments=3.*: a model of 2 trained tensors cannot be cut into 3 fragments"):
         laconic.attach(too_many, model, optimizer)
-    session = laconic.attach(laconic.diloco(period=2), model, optimizer)
+    session = laconic.attach(laconic.diloco(period=2, lr=0.7, momentum=0.9, codec=laconic.Exact()), model, optimizer)
     with pytest.raises(ValueError, match=r"a model of 2 trained tensors cannot be cut into 3 fragments. Use 2 or"):
         session.change(too_many)
     for _ in range(4):
@@ -384,7 +386,12 @@ def _committed(worker: int, text: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "text", ["post_local_sgd(period=4)", "diloco(period=4)", "Plan(schedule=Every(4), codec=Cast('bf16'))"]
+    "text",
+    [
+        "post_local_sgd(period=4)",
+        "diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())",
+        "Plan(schedule=Every(4), codec=Cast('bf16'))",
+    ],
 )
 def test_both_ways_to_commit_give_the_same_weights(text):
     for streaming, atomic in run_workers(_committed, 3, (text,)):
