@@ -14,7 +14,7 @@ from laconic.compare.links import Link, LinkError
 from laconic.compare.links import link as parse_link
 from laconic.compare.settings import LabError, Run, Script
 
-DEFAULT_PLANS = ("ddp()", "alone()", "power_sgd(rank=4)", "post_local_sgd(period=16)")
+DEFAULT_PLANS = ("ddp()", "alone()", "power_sgd(rank=20)", "power_sgd(rank=16)")
 
 
 def compare(

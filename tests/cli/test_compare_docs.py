@@ -34,9 +34,10 @@ def test_its_commands_parse(here, parsed, tmp_path, monkeypatch):
     for block in BLOCKS:
         ended = here(*shlex.split(block.replace("\\\n", " "))[1:])
         assert (ended.code, ended.err) == (0, "")
-    (three, options), (own, _) = parsed
-    assert [run.plan for run in three] == ["ddp()", "power_sgd(rank=4)", "post_local_sgd(period=16)"]
-    assert (three[0].workers, three[0].goal.loss, str(options.link)) == (4, 2.6, "10mbit")
+    (over_link, options), (own, _) = parsed
+    plans = ["ddp()", "alone()", "frugal(bytes='60x')", "power_sgd(rank=16)", "ddp() without the slow link"]
+    assert [run.label for run in over_link] == plans
+    assert (over_link[0].workers, over_link[0].goal.loss, str(options.link)) == (4, 2.08, "10mbit")
     assert isinstance(own[0], Script)
     assert own[0].arguments == ("--your", "--arguments")
 
