@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 
-def wire_bytes(op: str, payload: int, workers: int, distance: int = 0) -> int:
+def wire_bytes(op: str, payload: int, workers: int, distance: int = 0, own: int | None = None) -> int:
     """Return the bytes that one worker sends.
 
     A ring all_reduce sends 2(p−1)/p of the payload: each byte twice, except the worker's own share.
-    An all_to_all sends all but the worker's own share, (p−1)/p of the payload.
+    An all_to_all sends all but the worker's `own` share, by default 1/p of the payload.
     An all_gather sends p−1 payloads: each worker forwards the part of every other.
     A broadcast sends p−1 payloads in all, along gloo's binomial tree: the worker at `distance` d from its source sends
     one to each d + 2^i with 2^i > d. The source sends log₂ p payloads, and half of the workers none.
@@ -36,7 +36,7 @@ def wire_bytes(op: str, payload: int, workers: int, distance: int = 0) -> int:
     if op == "all_reduce":
         return 2 * (workers - 1) * payload // workers
     if op == "all_to_all":
-        return (workers - 1) * payload // workers
+        return payload - (-(-payload // workers) if own is None else own)
     if op == "broadcast":
         return payload * sum(distance < 1 << i < workers - distance for i in range(workers.bit_length()))
     return (workers - 1) * payload
@@ -112,9 +112,10 @@ class Ledger:
         seconds: float = 0.0,
         step: int | None = None,
         distance: int = 0,
+        own: int | None = None,
     ) -> None:
         """Record one collective of `payload_bytes` among `workers` workers; `step` is the current one by default."""
-        sent = wire_bytes(op, payload_bytes, workers, distance)
+        sent = wire_bytes(op, payload_bytes, workers, distance, own)
         step = self.step if step is None else step
         entry = Entry(step, round_, op, level, phase, payload_bytes, sent, seconds, workers)
         with self._lock:

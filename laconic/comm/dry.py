@@ -14,6 +14,7 @@ from laconic.comm.requests import (
     Rank,
     by_itself,
     operation,
+    own_bytes,
     payload_bytes,
     rank_of,
 )
@@ -28,7 +29,8 @@ def dry(exchange: Exchange, ledger: Ledger, workers: int, phase: str = "plan") -
         for round_ in range(1, 1_000_000):
             while isinstance(request, Rank):
                 request = sending.send(rank_of(0, workers))
-            ledger.record(operation(request), payload_bytes(request), workers, phase=phase, round_=round_)
+            own = own_bytes(request, 0)
+            ledger.record(operation(request), payload_bytes(request), workers, phase=phase, round_=round_, own=own)
             if isinstance(request, Gather):
                 request = sending.send(request.x.new_empty((workers, *request.x.shape)))
             elif isinstance(request, AllToAll):

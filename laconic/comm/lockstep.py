@@ -25,6 +25,7 @@ from laconic.comm.requests import (
     all_true,
     describe,
     operation,
+    own_bytes,
     payload_bytes,
     rank_of,
     true,
@@ -53,7 +54,8 @@ def lockstep(exchanges: Sequence[Exchange], ledger: Ledger | None = None, phase:
             return [result for result in requests if isinstance(result, Averaged)]
         first = pending[0]
         if ledger is not None and not isinstance(first, Decide):
-            ledger.record(operation(first), payload_bytes(first), len(exchanges), phase=phase, round_=round_)
+            size, own = payload_bytes(first), own_bytes(first, 0)
+            ledger.record(operation(first), size, len(exchanges), phase=phase, round_=round_, own=own)
         answers = list(serve(pending))
 
 

@@ -166,6 +166,13 @@ def payload_bytes(request: Request) -> int:
     return request.x.numel() * request.x.element_size()
 
 
+def own_bytes(request: Request, worker: int) -> int | None:
+    """Count the bytes of an all_to_all that stay with `worker`; None for other collectives."""
+    if not isinstance(request, AllToAll):
+        return None
+    return payload_bytes(request) // max(1, sum(request.rows)) * request.rows[worker]
+
+
 def all_finite(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return, in one pass, a 0-d bool tensor: whether no tensor holds NaN or Inf.
 

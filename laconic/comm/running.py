@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from laconic.comm.requests import Averaged, Exchange, First, Request, all_true, operation, payload_bytes
+from laconic.comm.requests import Averaged, Exchange, First, Request, all_true, operation, own_bytes, payload_bytes
 from laconic.ledger import Ledger
 
 
@@ -79,6 +79,7 @@ class Running:
             step=self.step,
             seconds=time.perf_counter() - self.launched_s,
             distance=distance,
+            own=own_bytes(self.request, rank),
         )
 
 

@@ -54,7 +54,7 @@ class Wire:
     def _all_to_all_single(
         self, workers: int, me: int, out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int], *_: object
     ) -> float:
-        return (sum(sizes) - sizes[me]) * x.element_size()
+        return (sum(sizes) - sizes[me]) * x.nbytes / max(1, sum(sizes))
 
 
 def _unexpected(name: str) -> Callable[..., Any]:

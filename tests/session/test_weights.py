@@ -203,7 +203,9 @@ def _peak_bytes(worker: int, text: str) -> tuple[int, float]:
 @pytest.mark.parametrize("delay", [0, 3])
 def test_fragments_spread_the_bytes_over_steps(delay):
     plain = run_workers(_peak_bytes, 2, ("diloco(period=16, lr=0.7, momentum=0.9, codec=Exact())",))[0]
-    streaming = run_workers(_peak_bytes, 2, (f"streaming_diloco(period=16, fragments=4, delay={delay})",))[0]
+    streaming = run_workers(
+        _peak_bytes, 2, (f"streaming_diloco(period=16, fragments=4, delay={delay}, codec=Exact())",)
+    )[0]
     assert streaming[0] <= 1.2 / 4 * plain[0]
     assert streaming[1] == plain[1]  # as much in all
 
