@@ -86,7 +86,7 @@ def _deltas(period: int, codec: Codec, lossy: float, outer: tuple[float, float] 
 
 
 def _diloco(**options: Any) -> Known:
-    plan = laconic.diloco(**{"lr": 0.7, "momentum": 0.9, "codec": laconic.Exact()} | options)
+    plan = laconic.diloco(lr=0.7, momentum=0.9, codec=laconic.Exact(), **options)
     start, group = options.get("start", 1), options.get("group")
     return Known(plan, options["period"], start, group=group, outer=(0.7, 0.9), anchored=True)
 
@@ -110,9 +110,9 @@ LOSSLESS = {
     "post_local_leader": _local(2, buffers="leader"),
     "post_local_keep": _local(2, buffers="keep"),
     "every": Known(Plan(Every(3)), 3),
-    "diloco": _diloco(period=2, lr=0.7, momentum=0.9, codec=laconic.Exact()),
-    "diloco_start": _diloco(period=3, lr=0.7, momentum=0.9, codec=laconic.Exact(), start=2),
-    "diloco_groups": _diloco(period=2, lr=0.7, momentum=0.9, codec=laconic.Exact(), group=2),
+    "diloco": _diloco(period=2),
+    "diloco_start": _diloco(period=3, start=2),
+    "diloco_groups": _diloco(period=2, group=2),
     "streaming": _streaming(2, 1, 0),
     "streaming_fragments": _streaming(4, 2, 0),
     "streaming_delay": _streaming(3, 1, 1),
