@@ -48,6 +48,7 @@ def _mean(results: list[Any]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_plan_that_is_too_weak_is_noticed_and_rescued_and_a_healthy_one_is_left_alone():
     runs = {
         name: run_workers(_train, WORKERS, (plan, guard), timeout_s=900)
