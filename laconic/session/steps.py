@@ -259,6 +259,7 @@ class Steps:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker must save besides model and optimizer."""
+        weights = self.weights.state_dict()  # first: fragments in flight still change residuals
         return {
             "plan": repr(self.plan),
             "step": self.step,
@@ -266,7 +267,7 @@ class Steps:
             "lr": self.clock.lr,
             "layout": self.path.layout(),
             **self._model_state.state_dict(),
-            **self.weights.state_dict(),
+            **weights,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

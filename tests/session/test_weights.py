@@ -174,6 +174,7 @@ def _cloned(nest: Any) -> Any:
     [
         "diloco(period=4, codec=ErrorFeedback(LowRank(rank=1)))",
         "streaming_diloco(period=6, fragments=3, delay=2, lr=0.7, momentum=0.9, codec=Exact())",
+        "streaming_diloco(period=6, fragments=3, delay=2)",  # residuals change while a fragment is in flight
         "hierarchical_sgd({2: 2, 4: 4}, start=3)",
         "qsr(growth=0.02, floor=2)",
         "Plan(schedule=Every(3), outer=Optim('AdamW', {'lr': 0.01}))",
