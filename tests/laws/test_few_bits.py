@@ -37,7 +37,9 @@ def unusual(seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-@pytest.mark.parametrize("workers", range(1, 9))
+@pytest.mark.parametrize(
+    "workers", [pytest.param(n, marks=[pytest.mark.slow] if n in (1, 4, 5, 6, 7) else []) for n in range(1, 9)]
+)
 def test_the_laws_hold_for_unusual_numbers(codec: Codec, workers: int) -> None:
     feedback = ErrorFeedback(codec)
     states: list[State] = [{} for _ in range(workers)]
@@ -85,7 +87,7 @@ def test_bytes_are_those_of_the_bits(bits: int, workers: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("codec", [Quantized(4), Quantized(2), Quantized(1)], ids=repr)
 def test_residuals_are_bounded_over_3000_steps_of_different_data(codec: Codec) -> None:
     workers, generator = 4, torch.Generator().manual_seed(1)
     centres = [torch.randn(16, 32, generator=generator) for _ in range(workers)]

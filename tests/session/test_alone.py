@@ -71,7 +71,7 @@ def _alone(worker: int) -> list[dict[str, Any]]:
 
 
 def test_each_worker_trains_as_if_there_were_no_other() -> None:
-    by_itself = [_by_itself(worker) for worker in range(2)]
+    by_itself = run_workers(_by_itself, 2)
     assert not torch.equal(by_itself[0][0], by_itself[1][0])
     for worker, found in enumerate(run_workers(_alone, 2)):
         for one in found:

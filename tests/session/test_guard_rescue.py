@@ -47,7 +47,7 @@ def _mean(results: list[Any]) -> float:
     return float(sum(loss for loss, _, _ in results) / len(results))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_a_plan_that_is_too_weak_is_noticed_and_rescued_and_a_healthy_one_is_left_alone():
     runs = {
