@@ -16,16 +16,11 @@ from tests.laws.world import World
 QUICK: list[Codec] = [
     Exact(),
     Cast("bf16"),
-    LowRank(rank=2, rounds="alternating"),
-    ErrorFeedback(LowRank(rank=1)),
     ByShape(LowRank(rank=1)),
-    ByShape(LowRank(rank=4, warm_start=False, seed=7)),
     ByShape(ErrorFeedback(LowRank(rank=2))),
-    ByShape(ErrorFeedback(LowRank(rank=4, rounds="alternating", min_compression=0))),
     ByShape(ErrorFeedback(LowRank(rank=2, rounds="alternating")), rest=ErrorFeedback(Cast("fp16"))),
     ByShape(ErrorFeedback(LowRank(rank=2, rounds="alternating"), subtract="mean")),
     Batched(ErrorFeedback(LowRank(rank=1))),
-    Quantized(4),
     ErrorFeedback(Quantized(2, block=8)),
     ByShape(ErrorFeedback(LowRank(rank=2, bits=4)), rest=ErrorFeedback(Quantized(8))),
     ByShape(ErrorFeedback(TopK(0.1, chunk=64, bits=2))),
@@ -33,6 +28,11 @@ QUICK: list[Codec] = [
 """One codec of each kind. The tests of all others are marked slow."""
 CODECS: list[Codec] = [
     *QUICK,
+    Quantized(4),
+    ByShape(ErrorFeedback(LowRank(rank=4, rounds="alternating", min_compression=0))),
+    ByShape(LowRank(rank=4, warm_start=False, seed=7)),
+    ErrorFeedback(LowRank(rank=1)),
+    LowRank(rank=2, rounds="alternating"),
     Exact(wide=True),
     Cast("fp16"),
     LowRank(rank=2),

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import atexit, os, threading
 
@@ -29,6 +31,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_does_not_detach(tmp_path: Path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -126,6 +126,7 @@ def _combinations(worker: int, wrapped: bool, every: int) -> dict[str, tuple[Ten
 @pytest.mark.parametrize(
     ("wrapped", "every"), [(True, 7), (False, 11), pytest.param(True, 1, marks=pytest.mark.nightly)]
 )
+@pytest.mark.slow
 def test_every_schedule_with_every_codec_outer_and_topology(wrapped, every):
     results = run_workers(_combinations, 4, (wrapped, every), timeout_s=170)
     for text in results[0]:

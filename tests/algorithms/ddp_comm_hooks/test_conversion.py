@@ -68,6 +68,7 @@ def _converted(worker: int, folder: str, settings: dict[str, Any], feedback: Any
     return {"difference": float((_flat(model) - _flat(twin)).abs().max()), "kept": kept / had}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{}, {"batch_tensors_with_same_shape": True}, {"min_compression_rate": 0.5}], ids=str
 )

@@ -57,6 +57,7 @@ def _both(worker: int) -> list[tuple[float, float, float, float, bool]]:
     return results
 
 
+@pytest.mark.slow
 def test_weights_follow_torchs_trajectory_and_with_its_feedback_so_does_the_residual():
     """Both rules of feedback give the same mean, except for rounding. The residuals differ."""
     for results in run_workers(_both, 2):
