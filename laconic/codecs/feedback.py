@@ -51,7 +51,6 @@ class ErrorFeedback:
             raise ValueError(
                 f'ErrorFeedback(subtract={self.subtract!r}): it must be "own" (the paper\'s rule) or "mean" (torch\'s).'
             )
-
         if not is_number(self.decay) or not 0 < self.decay <= 1:
             raise ValueError(f"ErrorFeedback(decay={self.decay!r}): decay must be above 0 and at most 1.")
 

@@ -100,8 +100,8 @@ class Shards:
         self.sizes = tuple(len(each) for each in owned)
         self.starts = [sum(self.sizes[:worker]) for worker in range(workers + 1)]
         self.order, self.inverse = order.to(device), order.argsort().to(device)
-        self.is_padded = any(count < row for count in counts)
-        self.counts = torch.tensor(counts).to(device) if self.is_padded else None
+        is_padded = any(count < row for count in counts)
+        self.counts = torch.tensor(counts).to(device) if is_padded else None
         self._keys = torch.tensor(base_keys).to(device)
 
     def keys(self, turn: int | None, worker: int) -> Tensor | None:

@@ -80,7 +80,7 @@ class StepHeaders:
         """Make headers of this step from now on, in which all workers average gradients or not."""
         self.plan, self.step = plan, step
         self.stop_due = among_all and self.stop.is_due(step)
-        if isinstance(plan.schedule, Never):  # no worker would ever hear of it
+        if isinstance(plan.schedule, Never):  # no header carries it to the others
             self.stop.agreed = self.stop.agreed or self.stop.asked
 
     def header(self, *, finite: bool = True, with_gradient: int = 0, step_ms: int = 0) -> Header:

@@ -45,6 +45,8 @@ class Training(RuleBasedStateMachine):
     oracle: Oracle
     setup: Setup
     plan: str = ""
+    reports: list[Report]
+    """Of the last operation."""
 
     @initialize(setup=setups)
     def attach(self, setup: Setup) -> None:
@@ -66,6 +68,7 @@ class Training(RuleBasedStateMachine):
 
     def _checked(self, reports: list[Report]) -> None:
         check(self.oracle, reports)
+        self.reports = reports
         if self.oracle.known.lossy or self.setup.features & {"bf16", "fp16"}:
             self.oracle.take_over(reports)
 
@@ -116,7 +119,7 @@ class Training(RuleBasedStateMachine):
             return
         reports = self._call("change", plan=plan)
         self.plan = plan
-        self.oracle.change(plan)
+        self.oracle.change(plan, self.reports)
         self._checked(reports)
 
     def _must_refuse(self, known: Known) -> bool:

@@ -39,6 +39,22 @@ class Flight:
 
 
 @dataclass
+class Carried:
+    """A residual that the plan before left: it is added to the next gradients in this many equal parts."""
+
+    rest: Tensor
+    parts: int = 32
+
+    def next(self) -> Tensor:
+        """Return the next part."""
+        return self.rest / self.parts
+
+    def deliver(self) -> None:
+        """Count the next part as delivered."""
+        self.rest, self.parts = self.rest - self.next(), self.parts - 1
+
+
+@dataclass
 class Oracle:
     """Every worker's model and optimizer in fp64, and what the workers share."""
 
@@ -57,6 +73,8 @@ class Oracle:
     velocity: Gradients = field(default_factory=dict)
     flights: list[Flight] = field(default_factory=list)
     kept: Conservation = field(default_factory=Conservation)
+    carried: list[dict[str, Carried]] = field(default_factory=list)
+    """By worker: residuals of gradients that the plan before left."""
 
     def __post_init__(self) -> None:
         self.nets = [wide(Net(self.setup.features, self.setup.seed)) for _ in range(self.setup.workers)]
@@ -72,6 +90,7 @@ class Oracle:
         self.anchor, self.velocity, self.flights = None, {}, []
         self.current = False
         self.kept = Conservation()
+        self.carried = [{} for _ in range(self.workers)]
 
     @property
     def workers(self) -> int:
@@ -181,6 +200,12 @@ class Oracle:
             delivered = {name: g.to(mean[name].dtype) for name, g in reports[0].delivered.items() if name in mean}
             self.kept.add(mean, delivered)
             return delivered
+        for worker in members:
+            for name, carried in self.carried[worker].items():
+                if name in mean:
+                    mean[name] = mean[name] + carried.next() / len(members)
+                    carried.deliver()
+            self.carried[worker] = {name: each for name, each in self.carried[worker].items() if each.parts}
         return mean
 
     def _optimize(self, worker: int, gradients: Gradients | None, limit: float | None) -> None:
@@ -312,10 +337,11 @@ class Oracle:
             for name, mean in means.items():
                 self.params(worker)[name].data = mean.clone()
 
-    def average_weights(self, moments: bool = False) -> None:
+    def average_weights(self, moments: bool = False, force: bool = False) -> None:
         """Average all weights and buffers exactly, where local steps have made them different, and perhaps moments."""
         self._settle(1 << 60)
-        if not self.known.local or self.number < self.known.start or (self.since == self.number and not moments):
+        different = moments or force or self.since != self.number
+        if not self.known.local or self.number < self.known.start or not different:
             return
         everyone = range(self.workers)
         sound = self._leave_out(everyone, "average", moments)
@@ -329,11 +355,28 @@ class Oracle:
             equal_counters([(self.optimizers[w], self.params(w)) for w in everyone], shared)
         self._synced(list(self.params()))
 
-    def change(self, plan: str) -> None:
-        """Go on under another plan. Where its next step averages gradients, the moments must be equal, too."""
+    def change(self, plan: str, before: Sequence[Report]) -> None:
+        """Go on under another plan. Where its next step averages gradients, the moments must be equal, too.
+
+        What the workers held back is not lost: of deltas, each worker moves by its own residual before the weights are
+        averaged; of gradients, the next gradients take it up.
+        """
         following = PLANS[plan].averages(self.number + 1, self.number, learning_rate(0, False), self.workers)
-        self.average_weights(moments=any(average.what == "gradient" for average in following))
+        gradients = any(average.what == "gradient" for average in following)
+        residuals = [
+            {name: r.to(self.params(w)[name].dtype) for name, r in report.residual.items()}
+            for w, report in enumerate(before)
+        ]
+        of_deltas = bool(self.known.lossy) and self.known.local
+        if of_deltas:
+            for worker, residual in enumerate(residuals):
+                for name, r in residual.items():
+                    self.params(worker)[name].data -= r
+        self.average_weights(moments=gradients, force=of_deltas)
         self.begin(plan)
+        if gradients and not of_deltas:
+            self.carried = [{name: Carried(r) for name, r in residual.items()} for residual in residuals]
+            self.kept.add({name: sum(each[name] for each in residuals) / self.workers for name in residuals[0]}, {})
 
     def load(self, factor: float) -> None:
         """Load other weights, the same on every worker: those of a new model, scaled."""

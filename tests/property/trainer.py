@@ -284,13 +284,12 @@ class Trainer:
 
 
 def _residuals(tree: Tree) -> dict[str, Tensor]:
-    """Find the residuals in the state of a codec, by parameter."""
+    """Find the residuals in the state of a codec, by parameter: what it keeps, and what the plan before left."""
     found: dict[str, Tensor] = {}
     for key, value in tree.items():
-        if key == "residual":
-            found |= value
-        elif isinstance(value, dict):
-            found |= _residuals(value)
+        if isinstance(value, dict):
+            for name, t in (value if key == "residual" else _residuals(value)).items():
+                found[name] = found[name] + t if name in found else t
     return found
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from laconic.codecs.few_bits import width
 from laconic.kernels.cuda import triton_rows, triton_sparse
 
 
@@ -23,7 +24,7 @@ def words_of(messages: Tensor) -> Tensor:
 def encode(rows: Tensor, bits: int, counts: Tensor | None) -> Tensor:
     """Encode rows [n, block] of fp32 as `few_bits.encode` does, in one launch."""
     n, block = rows.shape
-    messages = torch.empty(n, 2 + block * bits // 8, dtype=torch.uint8, device=rows.device)
+    messages = torch.empty(n, width(block, bits), dtype=torch.uint8, device=rows.device)
     if n:
         each = rows_a_program(block)
         rows = rows.contiguous()
@@ -48,7 +49,7 @@ def encode_largest(rows: Tensor, kept: int, bits: int | None) -> Tensor:
     """Encode the `kept` largest numbers of each row of fp32, and their places, as `TopK.encode` does."""
     n, chunk = rows.shape
     place_bits = chunk.bit_length() - 1
-    size = 4 * kept if bits is None else 2 + -(-kept * bits // 8)
+    size = 4 * kept if bits is None else width(kept, bits)
     messages = torch.empty(n, size + -(-kept * place_bits // 8), dtype=torch.uint8, device=rows.device)
     if n:
         padded = 1 << (kept - 1).bit_length()
