@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "integrations": CORE | {"checkpoint", "elastic"},
     "compare": CORE | {"atomic_write"},
     "doctor": CORE | {"compare", "elastic"},
+    "planner": CORE | {"compare", "atomic_write"},
 }
 """Rooms, or modules of one, by room. `cli` imports everything, and nothing imports it."""
 SOURCES = {path.relative_to(HOME): path.read_text() for path in sorted(HOME.rglob("*.py"))}

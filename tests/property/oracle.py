@@ -376,7 +376,8 @@ class Oracle:
         self.begin(plan)
         if gradients and not of_deltas:
             self.carried = [{name: Carried(r) for name, r in residual.items()} for residual in residuals]
-            self.kept.add({name: sum(each[name] for each in residuals) / self.workers for name in residuals[0]}, {})
+            means = {name: torch.stack([each[name] for each in residuals]).mean(0) for name in residuals[0]}
+            self.kept.add(means, {})
 
     def load(self, factor: float) -> None:
         """Load other weights, the same on every worker: those of a new model, scaled."""

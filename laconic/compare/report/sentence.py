@@ -44,13 +44,15 @@ def _to_target(first: Outcome, compared: Sequence[Outcome], outcomes: Sequence[O
     silent, share = alone(compared), efficiency(best, outcomes)
     if best in (first, silent):
         return f"{reaches}; no other plan is sooner." if len(compared) > 1 else f"{reaches}."
-    others = [each for each in (silent, first) if each is not None]
+    others = [first] if silent in (None, first) else [silent, first]
     said = [f"{times(each.seconds, best.seconds)} sooner than {each.plan}" for each in others if each.reached]
     if share is not None and first.link is not None:
         said.append(f"{share:.2f} of the speed of ddp() without a slow link")
     said = [f"{reaches}: {listed(said)}." if said else f"{reaches}."]
     said += [f"{each.plan} did not reach it in {duration(each.seconds)}." for each in others if not each.reached]
-    return " ".join([*said, f"It {_less(first, best)} than {first.plan}." if first.reached else ""]).strip()
+    if first.reached and first is not silent:
+        said.append(f"It {_less(first, best)} than {first.plan}.")
+    return " ".join(said)
 
 
 def _in_given_time(first: Outcome, outcomes: Sequence[Outcome]) -> str:

@@ -45,6 +45,9 @@ def test_time_to_a_loss_beside_the_baselines():
         "alone() reaches validation loss 2.6 in 9.0 s over 10mbit; no other plan is sooner. ddp() and "
         "power_sgd(rank=4) are no better than alone()."
     )
+    assert headline([alone, LOW_RANK]) == (  # without baselines
+        "power_sgd(rank=4) reaches validation loss 2.6 in 12 s over 10mbit: 1.5 times sooner than alone()."
+    )
 
 
 def test_the_same_steps():
