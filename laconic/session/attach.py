@@ -28,7 +28,7 @@ from laconic.session.fsdp import ShardedPath, check_sharded, replicas_of
 from laconic.session.grad_scaler import ScaledSteps, skips_itself
 from laconic.session.gradients import GradientAverager, GradientPath
 from laconic.session.guard import Guard, GuardObserver, Mode, guard_of
-from laconic.session.health import Probe
+from laconic.session.health import Sketcher
 from laconic.session.model_state import ModelState
 from laconic.session.module import ModulePath
 from laconic.session.observers import observers_from_env
@@ -144,7 +144,7 @@ def attach(
         steps.at_first_step = partial(check_first_step, None if path.in_backward else model)
         session = Session(steps, averager, ledger)
         if guarding.mode != "off":
-            averager.probe = Probe()
+            averager.probe = Sketcher()
             observers.insert(0, GuardObserver(guarding, averager.probe, path))
         session.install(scaled)
         remember(session)
