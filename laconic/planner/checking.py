@@ -14,7 +14,7 @@ NEEDED = ("plan", "steps", "seconds", "wire_bytes", "talking_seconds", "paramete
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRun:
     """What is used of a finished run, of one worker."""
 
     plan: str
@@ -45,7 +45,7 @@ class Term:
         return None if not self.measured else round(self.predicted / self.measured - 1, 9)
 
 
-def finished_runs(path: Path) -> list[Finished]:
+def finished_runs(path: Path) -> list[FinishedRun]:
     """Read the runs of a file that `laconic compare --json` or `train --json` has written."""
     try:
         found = json.loads(path.read_text())
@@ -53,10 +53,12 @@ def finished_runs(path: Path) -> list[Finished]:
         raise LabError(f"--check {path}: it cannot be read as JSON ({error}).") from error
     if not isinstance(found, list) or not all(isinstance(run, dict) and set(NEEDED) <= set(run) for run in found):
         raise LabError(f"--check {path}: this is not the result of a run. Give a file that compare --json has written.")
-    return [Finished(**{key: run[key] for key in NEEDED}, without_link=bool(run.get("without_link"))) for run in found]
+    return [
+        FinishedRun(**{key: run[key] for key in NEEDED}, without_link=bool(run.get("without_link"))) for run in found
+    ]
 
 
-def terms(prediction: Prediction, run: Finished) -> Sequence[Term]:
+def terms(prediction: Prediction, run: FinishedRun) -> Sequence[Term]:
     """Compare a prediction with a run, term by term."""
     talking = sum(
         prediction.scenario.network.seconds(op, payload, sent.workers)

@@ -22,14 +22,14 @@ Algorithm: TypeAlias = Literal["ring", "halving-doubling", "tree", "hierarchical
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
-class Network(Protocol):
+class NetworkTimes(Protocol):
     """Tells the seconds of collectives."""
 
     def seconds(self, op: str, payload_bytes: float, workers: int) -> float:
         """Return the seconds of a collective to which each of `workers` neighbours passes `payload_bytes`."""
         ...
 
-    def faster(self, factor: float) -> Network:
+    def faster(self, factor: float) -> NetworkTimes:
         """Return the same network with links that are `factor` times as fast."""
         ...
 

@@ -13,7 +13,7 @@ from laconic.codecs import Exact
 from laconic.comm.requests import State
 from laconic.cost import cycle_of, planned
 from laconic.ledger import wire_bytes
-from laconic.planner.collectives import Network
+from laconic.planner.collectives import NetworkTimes
 from laconic.planner.faults import goodput, straggling_s
 from laconic.planner.front import Measured, measured
 from laconic.planner.shapes import Shapes
@@ -41,7 +41,7 @@ class Scenario:
 
     shapes: Shapes
     workers: int
-    network: Network
+    network: NetworkTimes
     compute_s: float
     payload_bits: float | None = None
     codec_s: Mapping[str, float] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class Prediction:
         """The seconds of encoding and decoding the whole model, 0 if they were not measured."""
         return self.scenario.codec_s.get(repr(self.plan), 0.0)
 
-    def timeline(self, network: Network | None = None, factor: float = 1.0) -> Timeline:
+    def timeline(self, network: NetworkTimes | None = None, factor: float = 1.0) -> Timeline:
         """Return the time of a cycle; with `factor`, where all seconds are so many times as long."""
         s, network = self.scenario, network or self.scenario.network
         compute_s = s.compute_s * factor
@@ -263,12 +263,12 @@ class Prediction:
         if factor == 1.0 and not self.codec_s:  # it sends less, and costs nothing
             return None
 
-        def as_soon(network: Network) -> bool:
+        def as_soon(network: NetworkTimes) -> bool:
             return ddp.timeline(network).step_s <= self.timeline(network).step_s * factor
 
         return self._rate_where(as_soon)
 
-    def _rate_where(self, holds: Callable[[Network], bool]) -> float | None:
+    def _rate_where(self, holds: Callable[[NetworkTimes], bool]) -> float | None:
         """Find the lowest rate at which a condition holds that holds for all higher ones."""
         network = self.scenario.network
         low, high = -40.0, 60.0  # powers of 2, of the rate as it is
