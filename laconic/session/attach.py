@@ -31,7 +31,7 @@ from laconic.session.guard import Guard, GuardObserver, Mode, guard_of
 from laconic.session.health import Sketcher
 from laconic.session.model_state import ModelState
 from laconic.session.module import ModulePath
-from laconic.session.observers import observers_from_env
+from laconic.session.observers import make, observers_from_env
 from laconic.session.session import Session
 from laconic.session.steps import Steps
 from laconic.session.stop import StepHeaders, Stop
@@ -146,6 +146,8 @@ def attach(
         if guarding.mode != "off":
             averager.probe = Sketcher()
             observers.insert(0, GuardObserver(guarding, averager.probe, path))
+        if plan.observer and (own := make(plan.observer)) is not None:
+            observers.append(own)
         session.install(scaled)
         remember(session)
     except BaseException:
