@@ -15,6 +15,7 @@ import laconic
 from laconic.cli.compare import compare
 from laconic.cli.doctor import doctor
 from laconic.cli.migrate import migrate
+from laconic.cli.probe import probe
 from laconic.cli.serve import serve
 from laconic.cli.train import train
 from laconic.compare.failures import WorkerError
@@ -50,6 +51,7 @@ app.command()(train)
 app.command()(compare)
 app.command()(migrate)
 app.command()(doctor)
+app.command()(probe)
 app.command()(serve)
 
 

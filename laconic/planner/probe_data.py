@@ -1,7 +1,8 @@
 """What a probe has measured, and its file.
 
-Units are SI: seconds, bytes, bits per second. Every sample is kept; `seconds` is the median. A sample of several
-workers is that of the slowest one. This file imports no torch.distributed, so that a prediction needs no network.
+Units are SI: seconds, bytes, bits per second. Every sample is kept; `seconds` is the median. A sample of a collective
+is the time of the slowest worker; of computation, the mean over the workers, which compute at the same time. This file
+imports no torch.distributed, so that a prediction needs no network.
 """
 
 from __future__ import annotations
@@ -134,17 +135,19 @@ class CopyTiming:
 class StepTiming:
     """The seconds of training steps without synchronising, while all workers compute.
 
-    `samples` are whole steps, the others their parts; a script reports whole steps alone.
+    `samples` are whole steps, the others their parts; a script reports whole steps alone. `by_worker` has the median of
+    each worker: a straggler is there.
     """
 
     samples: tuple[float, ...]
     forward_s: tuple[float, ...] = ()
     backward_s: tuple[float, ...] = ()
     optimizer_s: tuple[float, ...] = ()
+    by_worker: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         check_samples(self.samples)
-        for parts in (self.forward_s, self.backward_s, self.optimizer_s):
+        for parts in (self.forward_s, self.backward_s, self.optimizer_s, self.by_worker):
             check_samples(parts or self.samples)
 
     @property
