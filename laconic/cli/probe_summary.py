@@ -27,11 +27,14 @@ def print_summary(probe: Probe) -> None:
     if probe.timings:
         console.print(_collectives(probe))
     if 1 < hosts <= MOST_HOSTS:
+        console.print("links between hosts: rates, and latencies below the diagonal")
         console.print(_links(probe))
     proposed = propose(probe)
     if proposed is not None:
         console.print(f"hierarchy: {proposed.words}.\n")
     if probe.codecs:
+        size = f"{probe.model.parameters:,} parameters of {probe.model.name}"
+        console.print(f"own computation to average {size} once, without the network")
         console.print(_codecs(probe))
     console.print(f"memory: {human_bytes(probe.memory.bandwidth_bps / 8)}/s read and written")
     console.print(_step(probe))
@@ -46,7 +49,7 @@ def _collectives(probe: Probe) -> Table:
     for level, workers in probe.levels.items():
         for op in OPS:
             found = probe.fit(op, level)
-            largest = max((t for t in probe.timings if (t.op, t.level) == (op, level)), key=lambda t: t.bytes)
+            largest = max(probe.of(op, level), key=lambda each: each.bytes)
             table.add_row(
                 f"{level} ({workers})",
                 op,
@@ -63,8 +66,8 @@ def _links(probe: Probe) -> Table:
     """The rate of each pair of hosts, of its slower direction, and its latency below the diagonal."""
     rates, hosts = pair_rates(probe.links), range(len(probe.hosts))
     latencies = {(each.sender, each.receiver): each.latency_s for each in probe.links}
-    table = Table(title="links between hosts: rate, below it latency", title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("host", justify="right")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("host")
     for host in hosts:
         table.add_column(str(host), justify="right")
     for a in hosts:
@@ -76,8 +79,7 @@ def _links(probe: Probe) -> Table:
 
 
 def _codecs(probe: Probe) -> Table:
-    title = f"own computation to average {probe.model.parameters:,} parameters of {probe.model.name} once"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("plan")
     for heading in ("seconds", "spread"):
         table.add_column(heading, justify="right")

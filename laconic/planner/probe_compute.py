@@ -16,8 +16,9 @@ from laconic.cost import routed
 from laconic.planner.meter import Meter
 from laconic.planner.probe_data import CodecTiming, CopyTiming, StepTiming
 from laconic.plans.plan import Plan
+from laconic.plans.schedules import Streaming
 
-LEAST_REPEATS, MOST_REPEATS, REPEAT_S = 5, 40, 1.5
+LEAST_REPEATS, MOST_REPEATS, REPEAT_S = 5, 40, 1.0
 """What is measured is repeated for about REPEAT_S, within these limits."""
 WARM_UPS = 2
 COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
@@ -73,7 +74,8 @@ def _weights_s(
     if plan.needs_anchor:
         here = {name: anchor[name] for name in weights}
         plan.outer.step(here, end.mean, state["outer"])
-        write(weights, here)
+        mix = plan.schedule.mix if isinstance(plan.schedule, Streaming) else 0.0
+        write(weights, here if not mix else {name: torch.lerp(a, weights[name], mix) for name, a in here.items()})
     else:
         write(weights, end.mean)
     return spent_s + codec_s + meter.now() - start
@@ -124,7 +126,7 @@ def time_step(meter: Meter, model: nn.Module, loss: Callable[[], Tensor]) -> Ste
     parts = [_step_s(meter, optimizer, loss) for _ in range(WARM_UPS)]
     (slowest_s,) = meter.slowest([sum(parts[-1])])
     meter.start_together()
-    parts = [_step_s(meter, optimizer, loss) for _ in range(_repeats(2 * REPEAT_S, slowest_s))]
+    parts = [_step_s(meter, optimizer, loss) for _ in range(_repeats(3 * REPEAT_S, slowest_s))]
     whole = [sum(each) for each in parts]
     forward, backward, step = (meter.mean([each[i] for each in parts]) for i in range(3))
     return StepTiming(meter.mean(whole), forward, backward, step, meter.medians(whole))

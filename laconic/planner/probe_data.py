@@ -17,7 +17,7 @@ from statistics import median, quantiles
 from laconic.atomic_write import write_atomically
 from laconic.ledger import wire_bytes
 from laconic.planner.decode import DecodeError, decode
-from laconic.planner.fit import Fit, fit
+from laconic.planner.fit import Fit, fit, interpolated
 
 FORMAT = 1
 """Of the file. A change that old code cannot read raises it."""
@@ -214,13 +214,21 @@ class Probe:
         """The workers in one group of each level that was measured."""
         return {each.level: each.workers for each in self.timings}
 
-    def fit(self, op: str, level: str = WORLD) -> Fit:
-        """Fit latency and bandwidth of a collective."""
+    def of(self, op: str, level: str = WORLD) -> list[Timing]:
+        """Return the timings of a collective."""
         chosen = [each for each in self.timings if each.op == op and each.level == level]
         if not chosen:
             known = ", ".join(f"{op} of {level!r}" for op, level in {(t.op, t.level): None for t in self.timings})
-            raise ValueError(f"fit({op!r}, {level!r}): it was not measured. Measured: {known or 'none'}.")
-        return fit(chosen)
+            raise ValueError(f"{op} of {level!r} was not measured. Measured: {known or 'none'}.")
+        return chosen
+
+    def fit(self, op: str, level: str = WORLD) -> Fit:
+        """Fit latency and bandwidth of a collective."""
+        return fit(self.of(op, level))
+
+    def seconds(self, op: str, payload_bytes: float, level: str = WORLD) -> float:
+        """Return the seconds of a collective of any size, interpolated between those measured."""
+        return interpolated(self.of(op, level), payload_bytes)
 
     def codec_seconds(self, plan: str) -> float | None:
         """Return the seconds of a plan's own computation, by its text as a plan prints it; None if not measured."""
