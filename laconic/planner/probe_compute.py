@@ -26,7 +26,9 @@ COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 Buckets = list[dict[str, Tensor]]
 
 
-def time_codec(meter: Meter, plan: Plan, shapes: Mapping[str, Sequence[int]]) -> CodecTiming:
+def time_codec(
+    meter: Meter, plan: Plan, shapes: Mapping[str, Sequence[int]], repeat_s: float = REPEAT_S
+) -> CodecTiming:
     """Measure what a plan computes by itself to average each tensor of these shapes once, among all workers.
 
     The codec runs on tensors of random numbers. No request is sent: each is answered as if all workers had equal
@@ -46,7 +48,7 @@ def time_codec(meter: Meter, plan: Plan, shapes: Mapping[str, Sequence[int]]) ->
         return sum(_weights_s(meter, plan, b, anchor, state) for buckets in fragments for b in buckets)
 
     with torch.no_grad():
-        return CodecTiming(repr(plan), meter.mean(_repeat(meter, once)))
+        return CodecTiming(repr(plan), meter.mean(_repeat(meter, once, repeat_s)))
 
 
 def _in_ddp_buckets(tensors: Mapping[str, Tensor]) -> Buckets:
@@ -145,10 +147,10 @@ def _step_s(meter: Meter, optimizer: Optimizer, loss: Callable[[], Tensor]) -> t
     return forward, backward, step
 
 
-def _repeat(meter: Meter, once: Callable[[], float]) -> list[float]:
+def _repeat(meter: Meter, once: Callable[[], float], repeat_s: float = REPEAT_S) -> list[float]:
     """Repeat after a warm-up, on all workers at the same time and equally often."""
     took_s = [once() for _ in range(WARM_UPS)][-1]
-    repeats = _repeats(REPEAT_S, meter.slowest([took_s])[0])
+    repeats = _repeats(repeat_s, meter.slowest([took_s])[0])
     meter.start_together()
     return [once() for _ in range(repeats)]
 
