@@ -134,7 +134,8 @@ def test_the_fit_finds_latency_and_bandwidth(op, hops, share):
 
 def test_the_fit_is_never_negative():
     only_latency = fit(timings("all_reduce", {1024: 0.01, 4096: 0.01, 65_536: 0.009}))
-    assert (only_latency.latency_s, only_latency.bandwidth_bps) == (pytest.approx(0.01 / 6, rel=0.1), float("inf"))
+    assert only_latency.latency_s == pytest.approx(0.01 / 6, rel=0.1)
+    assert only_latency.bandwidth_bps == float("inf")
     no_latency = fit(timings("all_gather", {1000: 1e-4, 10_000: 2.4e-3, 100_000: 2.4e-2}))
     assert no_latency.latency_s == 0
     assert no_latency.bandwidth_bps == pytest.approx(1e8, rel=0.1)
