@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from laconic import alone, attach
 from laconic.codecs.packing import bucketed, in_parts, pack, unpack
 from laconic.comm.averaging import write
 from laconic.comm.requests import AllToAll, Averaged, Exchange, Gather, Rank, Request, State, by_itself, rank_of
@@ -123,12 +124,13 @@ def time_copy(meter: Meter) -> CopyTiming:
 
 
 def time_step(meter: Meter, model: nn.Module, loss: Callable[[], Tensor]) -> StepTiming:
-    """Measure forward, backward and the optimizer's step of a model, without synchronising."""
+    """Measure forward, backward and the optimizer's step of a model under `alone()`, which synchronises nothing."""
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    parts = [_step_s(meter, optimizer, loss) for _ in range(WARM_UPS)]
-    (slowest_s,) = meter.slowest([sum(parts[-1])])
-    meter.start_together()
-    parts = [_step_s(meter, optimizer, loss) for _ in range(_repeats(3 * REPEAT_S, slowest_s))]
+    with attach(alone(), model, optimizer):
+        parts = [_step_s(meter, optimizer, loss) for _ in range(WARM_UPS)]
+        (slowest_s,) = meter.slowest([sum(parts[-1])])
+        meter.start_together()
+        parts = [_step_s(meter, optimizer, loss) for _ in range(_repeats(3 * REPEAT_S, slowest_s))]
     whole = [sum(each) for each in parts]
     forward, backward, step = (meter.mean([each[i] for each in parts]) for i in range(3))
     return StepTiming(meter.mean(whole), forward, backward, step, meter.medians(whole))
