@@ -49,7 +49,7 @@ Served: TypeAlias = Callable[[Members, list[Collective]], None]
 class _Meeting:
     """The exchanges of the workers that have arrived, and how often all have."""
 
-    arrived: dict[int, list[Exchange]] = field(default_factory=dict)
+    arrived: dict[int, Exchange] = field(default_factory=dict)
     sent: list[Collective] = field(default_factory=list)
     rounds: int = 0
 
@@ -70,7 +70,7 @@ class Meetings:
         self._turns = threading.Semaphore(at_once)
         self._changed = threading.Condition()
         self._meetings: dict[Members, _Meeting] = {}
-        self._visits = [0] * workers
+        self._visits, self._barriers = [0] * workers, [0] * workers
         self._gone: set[int] = set()
         self._lost: set[int] = set()
 
@@ -111,11 +111,11 @@ class Meetings:
             self.error = self.error or error
             self._changed.notify_all()
 
-    def meet(self, members: Members, worker: int, exchanges: list[Exchange], sent: list[Collective]) -> None:
+    def meet(self, members: Members, worker: int, exchange: Exchange, sent: list[Collective]) -> None:
         """Wait for the other members, and run the exchanges of all. `sent` grows while they run."""
         with self._changed:
             meeting = self._meetings.setdefault(members, _Meeting())
-            meeting.arrived[worker], now = exchanges, meeting.rounds
+            meeting.arrived[worker], now = exchange, meeting.rounds
             meeting.sent = sent
             self._visits[worker] += 1
             last = len(meeting.arrived) == len(members)
@@ -124,12 +124,20 @@ class Meetings:
         self._wait(lambda: meeting.rounds > now, members, worker)
 
     def barrier(self, worker: int) -> None:
-        """Wait for all workers that were not lost."""
-        self.meet(self.alive, worker, [], [])
+        """Wait for all workers that were not lost, also for those that are lost meanwhile."""
+        with self._changed:
+            self._visits[worker] += 1
+            self._barriers[worker] += 1
+            mine = self._barriers[worker]
+        self._wait(
+            lambda: all(self._barriers[each] >= mine for each in range(self.workers) if each not in self._lost),
+            (),
+            worker,
+        )
 
     def _serve(self, members: Members, meeting: _Meeting) -> None:
         with torch.no_grad():
-            lockstep([meeting.arrived[each][0] for each in members if meeting.arrived[each]], mean=gloo_mean)
+            lockstep([meeting.arrived[each] for each in members], mean=gloo_mean)
         if self._served is not None and meeting.sent:
             self._served(members, meeting.sent)
         with self._changed:
@@ -204,7 +212,7 @@ class InProcessQueue(CollectiveQueue):
         exchanges = [self._recorded(each, index, sent) for index, each in enumerate(running)]
         place = self._place
         try:
-            place.meetings.meet(place.members, place.worker, [in_turn(exchanges)], sent)
+            place.meetings.meet(place.members, place.worker, in_turn(exchanges), sent)
         except BaseException as error:
             self.broken = error
             for each in running:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from laconic import LostWorkerError, Plan, Session, attach
-from laconic.comm.in_process import Meetings
+from laconic.comm.in_process import InProcessGroup, Meetings
 from laconic.comm.ring import ring_sum
 from laconic.compare.lab.script import lr_share
 from laconic.compare.settings import usable_cores
@@ -68,12 +68,11 @@ class SimulatedStep:
 
 @dataclass(frozen=True, eq=False)
 class _Snapshot:
-    """A worker's state after a commit, and the virtual time of it."""
+    """A worker's state after a commit."""
 
     model: dict[str, Any]
     optimizer: dict[str, Any]
     session: dict[str, Any]
-    seconds: float
 
 
 @dataclass(eq=False)
@@ -177,7 +176,7 @@ class Training:
             except LostWorkerError:
                 self._recover(worker, commits)
             else:
-                commits.after_step(self.clock.now[worker])
+                commits.after_step()
         self._meetings.barrier(worker)
         session.detach()
 
@@ -196,14 +195,15 @@ class Training:
         self._report(worker, step, float(loss.detach()), session)
 
     def _report(self, worker: int, step: int, loss: float, session: Session) -> None:
-        alive = self.alive
+        assert isinstance(session.group, InProcessGroup)
+        those = [each for each in session.group.members if self._lost_at.get(each, step + 1) > step]
         with self._lock:
             ended = self._ended.setdefault(step, {})
             ended[worker] = loss, self.clock.now[worker]
-            if not all(each in ended for each in alive):
+            if not all(each in ended for each in those):
                 return
             del self._ended[step]
-        losses, times = zip(*(ended[each] for each in alive), strict=True)
+        losses, times = zip(*(ended[each] for each in those), strict=True)
         self._done.put(SimulatedStep(step, losses, max(times), session.ledger.wire_bytes))
 
     def _recover(self, worker: int, commits: _Commits) -> None:
@@ -211,7 +211,7 @@ class Training:
         self._meetings.barrier(worker)
         alive = self.alive
         if worker == alive[0]:
-            self.clock.rewind(alive, commits.snapshot.seconds)
+            self.clock.rewind(alive, commits.snapshot.session["step"])
             self._ended.clear()
         self._meetings.barrier(worker)
         commits.session.regroup(self._meetings.group(worker, alive))
@@ -242,9 +242,9 @@ class _Commits:
         self._run, self._model, self._optimizer = run, model, optimizer
         self._synced = False
         if run.failures:
-            self._take(0.0)
+            self._take()
 
-    def after_step(self, seconds: float) -> None:
+    def after_step(self) -> None:
         """Commit if that is due. Only the commit before a failure is of use."""
         self._synced |= self.session.synced
         last = max((each.step for each in self._run.failures), default=0)
@@ -253,11 +253,11 @@ class _Commits:
         self._synced = False
         step = self.session.step
         if self._run.plan.local or any(each.step == step + 1 for each in self._run.failures):
-            self._take(seconds)
+            self._take()
 
-    def _take(self, seconds: float) -> None:
+    def _take(self) -> None:
         states = (self._model.state_dict(), self._optimizer.state_dict(), self.session.state_dict())
-        self.snapshot = _Snapshot(*deepcopy(states), seconds)
+        self.snapshot = _Snapshot(*deepcopy(states))
 
     def restore(self) -> None:
         """Load the last commit."""
