@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +14,29 @@ from laconic.codecs.contract import wide_dtype
 from laconic.codecs.packing import in_buckets, in_parts
 from laconic.comm.dry import dry
 from laconic.comm.requests import State
-from laconic.ledger import Ledger
+from laconic.ledger import Entry, Ledger
 from laconic.plans.plan import Plan
+from laconic.plans.schedules import Sync
 
-Shaped = Tensor | torch.Size | Sequence[int]
+Shaped: TypeAlias = Tensor | torch.Size | Sequence[int]
+Named: TypeAlias = nn.Module | Mapping[str, Shaped] | Iterable[tuple[str, Shaped]]
+Buckets: TypeAlias = Callable[[Mapping[str, Tensor]], Iterable[Sequence[str]]]
+"""Which tensors are sent together."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What one worker sends of one bucket at one step: the collectives of one exchange, in order."""
+
+    step: int
+    sync: Sync
+    names: tuple[str, ...]
+    collectives: tuple[Entry, ...]
 
 
 def sent_bytes(
     plan: Plan,
-    named_tensors: nn.Module | Mapping[str, Shaped] | Iterable[tuple[str, Shaped]],
+    named_tensors: Named,
     workers: int = 2,
 ) -> float:
     """Return the bytes that one worker sends at one step, without communication.
@@ -34,20 +50,51 @@ def sent_bytes(
     """
     if workers < 1 or workers != int(workers):
         raise ValueError(f"sent_bytes(workers={workers!r}): workers must be a whole number of at least 1.")
-    tensors = _meta(named_tensors)
+    sent = sum(each.wire_bytes for one in planned(plan, meta(named_tensors), workers) for each in one.collectives)
+    return sent / cycle_of(plan)
+
+
+def cycle_of(plan: Plan) -> int:
+    """Return the steps after which what is sent repeats: two periods, as alternating rounds then send both factors."""
+    return 2 * plan.schedule.period
+
+
+def planned(
+    plan: Plan,
+    tensors: Mapping[str, Tensor],
+    workers: int,
+    buckets: Buckets = in_buckets,
+    machine: int | None = None,
+    state: State | None = None,
+) -> Iterator[Planned]:
+    """List what one worker sends in `cycle_of(plan)` steps from `start` on, by running the codec on meta tensors.
+
+    `machine` is the number of workers of one machine, for plans that group these. `state` is filled with what the codec
+    keeps.
+    """
     if plan.needs_anchor:  # deltas are fp32 or fp64
         tensors = {name: t.to(wide_dtype(t.dtype)) for name, t in tensors.items()}
-    ledger, state = Ledger(), State()
+    states: State = {} if state is None else state
     start = plan.schedule.start
-    cycle = 2 * plan.schedule.period  # two periods: alternating rounds then send both factors
-    for step in range(start, start + cycle):
-        for sync in plan.syncs_at(step) if workers > 1 else ():
+    for step in range(start, start + cycle_of(plan)):
+        for sync in plan.syncs_at(step):
+            size = _size(sync, workers, machine)
             codec, chosen = routed(plan.codec_of(sync, step)), tensors
             if sync.part is not None:
                 chosen = {name: tensors[name] for name in in_parts(tensors, plan.schedule.fragments)[sync.part]}
-            for names in in_buckets(chosen):
-                dry(codec.average({name: chosen[name] for name in names}, state), ledger, workers)
-    return ledger.wire_bytes / cycle
+            for names in buckets(chosen) if size > 1 else ():
+                ledger = Ledger()
+                own = states.setdefault(sync.payload, {})
+                dry(codec.average({name: chosen[name] for name in names}, own), ledger, size)
+                yield Planned(step, sync, tuple(names), tuple(ledger.entries))
+
+
+def _size(sync: Sync, workers: int, machine: int | None) -> int:
+    if sync.level == "machine":
+        if machine is None:
+            raise ValueError("a plan with groups of one machine: tell how many workers a machine has.")
+        return machine
+    return workers if sync.level is None else sync.level
 
 
 def routed(codec: Codec) -> Codec:
@@ -55,7 +102,8 @@ def routed(codec: Codec) -> Codec:
     return codec if codec.accepts(torch.Size([])) else ByShape(codec)
 
 
-def _meta(named: nn.Module | Mapping[str, Shaped] | Iterable[tuple[str, Shaped]]) -> dict[str, Tensor]:
+def meta(named: Named) -> dict[str, Tensor]:
+    """Return tensors of these shapes without memory."""
     if isinstance(named, nn.Module):
         named = ((name, p) for name, p in named.named_parameters() if p.requires_grad)
     pairs = named.items() if isinstance(named, Mapping) else named

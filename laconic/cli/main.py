@@ -15,6 +15,7 @@ import laconic
 from laconic.cli.compare import compare
 from laconic.cli.doctor import doctor
 from laconic.cli.migrate import migrate
+from laconic.cli.plan import plan
 from laconic.cli.serve import serve
 from laconic.cli.train import train
 from laconic.compare.failures import WorkerError
@@ -51,6 +52,7 @@ app.command()(compare)
 app.command()(migrate)
 app.command()(doctor)
 app.command()(serve)
+app.command()(plan)
 
 
 def main() -> None:

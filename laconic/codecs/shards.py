@@ -86,23 +86,26 @@ class Shards:
     def __init__(self, tensors: Tensors, row: int, workers: int) -> None:
         device = next(iter(tensors.values())).device
         self.row, self.shapes = row, {name: t.shape for name, t in tensors.items()}
-        owned: list[list[int]] = [[] for _ in range(workers)]
-        counts: list[int] = []
-        base_keys: list[int] = []
+        owned: list[list[Tensor]] = [[] for _ in range(workers)]
+        sizes = [0] * workers
+        counts, keys, at = [], [], 0
         for name, shape in self.shapes.items():
-            at, rows, key = len(counts), -(-shape.numel() // row), zlib.crc32(name.encode())
+            rows, key = -(-shape.numel() // row), zlib.crc32(name.encode())
             for part in range(workers):
                 first, end = part * rows // workers, (part + 1) * rows // workers
-                owned[(key + part) % workers] += range(at + first, at + end)  # so that small tensors are spread
-            counts += [row] * (rows - 1) + [shape.numel() - (rows - 1) * row]
-            base_keys += [(key << 24) + index for index in range(rows)]
-        order = torch.tensor([index for each in owned for index in each])
-        self.sizes = tuple(len(each) for each in owned)
-        self.starts = [sum(self.sizes[:worker]) for worker in range(workers + 1)]
-        self.order, self.inverse = order.to(device), order.argsort().to(device)
-        is_padded = any(count < row for count in counts)
-        self.counts = torch.tensor(counts).to(device) if is_padded else None
-        self._keys = torch.tensor(base_keys).to(device)
+                owner = (key + part) % workers  # so that small tensors are spread
+                owned[owner].append(torch.arange(at + first, at + end, device=device))
+                sizes[owner] += end - first
+            counts += [torch.full((rows - 1,), row), torch.tensor([shape.numel() - (rows - 1) * row])]
+            keys.append(torch.arange(rows, device=device) + (key << 24))
+            at += rows
+        self.sizes = tuple(sizes)
+        self.starts = [sum(sizes[:worker]) for worker in range(workers + 1)]
+        self.order = torch.cat([indices for each in owned for indices in each])
+        self.inverse = self.order.argsort()
+        is_padded = any(shape.numel() % row for shape in self.shapes.values())
+        self.counts = torch.cat(counts).to(device) if is_padded else None
+        self._keys = torch.cat(keys)
 
     def keys(self, turn: int | None, worker: int) -> Tensor | None:
         """Return a number for each row that no other row, turn or worker has; None without a turn."""

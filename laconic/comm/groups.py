@@ -20,7 +20,7 @@ from laconic.comm.in_process import InProcessGroup, InProcessQueue
 from laconic.comm.queue import CollectiveQueue
 from laconic.comm.timeout import check_timeout_s
 from laconic.ledger import Ledger
-from laconic.plans.schedules import Level
+from laconic.plans.schedules import Level, level_name
 from laconic.torch_private.distributed import destroy_group, new_group
 from laconic.values import is_number
 
@@ -87,7 +87,7 @@ class Levels:
         for level in plan_levels:
             size = self._size(level)
             if size not in self._queues:
-                self._queues[size] = self._queue(self._group(size), f"groups of {size}")
+                self._queues[size] = self._queue(self._group(size), level_name(size))
             self._queues[level] = self._queues[size]
 
     def regrouped(self, plan_levels: Sequence[Level], group: dist.ProcessGroup) -> Levels:

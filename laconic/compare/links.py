@@ -95,7 +95,7 @@ def link(text: str, workers: int | None = None) -> Link:
     return found
 
 
-def collective_s(op: str, payload_bytes: int, workers: int, link: Link, latency_s: float = 0.0) -> float:
+def collective_s(op: str, payload_bytes: float, workers: int, link: Link, latency_s: float = 0.0) -> float:
     """The seconds of a collective on a link, as a ring, which gloo uses.
 
     An all_reduce has 2(p−1) hops of 1/p of the payload, an all_to_all p−1, an all_gather p−1 of a whole payload. The

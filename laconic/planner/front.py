@@ -6,6 +6,7 @@ kept = (alone - plan) / (alone - ddp), of the validation loss after equal steps 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 
 from laconic.plans.plan import Plan
@@ -48,4 +49,9 @@ PLANS = tuple(each.plan for each in FRONT[:7])
 
 def measured(plan: Plan) -> Measured | None:
     """Return what was measured of a plan, None if it was not."""
-    return next((each for each in FRONT if parse(each.plan) == plan), None)
+    return next((each for each, known in _parsed() if known == plan), None)
+
+
+@cache
+def _parsed() -> list[tuple[Measured, Plan]]:
+    return [(each, parse(each.plan)) for each in FRONT]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, TypeAlias, get_args
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 from laconic.codecs import Codec, Exact
 from laconic.plans.nested import Nested
@@ -43,6 +43,8 @@ class Plan:
     topology: Topology = field(default_factory=World)
     buffers: Buffers = "average"
     optimizer_state: OptimizerState = "keep"
+    observer: ClassVar[str] = ""
+    """The factory of an observer that `attach` adds to the session, as "module:function"."""
 
     def __post_init__(self) -> None:
         protocols = {

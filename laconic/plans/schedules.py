@@ -26,6 +26,15 @@ Level: TypeAlias = int | Literal["machine"] | None
 """Among whom: groups of so many workers, the workers of one machine, or all (None)."""
 
 
+def level_name(level: Level) -> str:
+    """Return how the ledger names a level.
+
+    >>> level_name(None), level_name(2)
+    ('world', 'groups of 2')
+    """
+    return "world" if level is None else f"groups of {level}" if isinstance(level, int) else level
+
+
 @dataclass(frozen=True)
 class Sync:
     """One average at a step: of what, among whom, and of which fragment of the model (None is the whole model)."""

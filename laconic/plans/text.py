@@ -8,6 +8,7 @@ from dataclasses import fields
 from inspect import signature
 
 from laconic.codecs import Batched, ByName, ByShape, Cast, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
+from laconic.plans.auto import auto
 from laconic.plans.methods import (
     alone,
     ddp,
@@ -111,6 +112,7 @@ _METHODS: dict[str, tuple[Callable[..., Plan], Callable[[Plan], dict[str, object
 """The named methods, each with a function that returns the arguments for a given plan, or None."""
 
 _VOCABULARY: dict[str, Callable[..., object]] = {
+    "auto": auto,
     **{name: method for name, (method, _) in _METHODS.items()},
     **{kind.__name__: kind for kind in (Plan, Every, Never, PostLocal, Nested, Quadratic, Streaming)},
     **{kind.__name__: kind for kind in (Adopt, Nesterov, Optim, World, Groups)},
@@ -137,7 +139,7 @@ def _shown(method: Callable[..., Plan], given: dict[str, object]) -> dict[str, o
 
 
 def plan(text: str) -> Plan:
-    """Parse a plan from its text; nothing is evaluated.
+    """Parse a plan from its text; nothing is evaluated. "auto" is `auto()`, which measures and chooses one.
 
     >>> plan("power_sgd(rank=2)") == power_sgd(rank=2)
     True
@@ -145,7 +147,7 @@ def plan(text: str) -> Plan:
     Traceback (most recent call last):
     laconic.plans.parse.PlanError: 'power_sdg(rank=2)': there is no 'power_sdg'. Did you mean power_sgd?
     """
-    value = parse(text, _VOCABULARY)
+    value = auto() if text.strip() == "auto" else parse(text, _VOCABULARY)
     if not isinstance(value, Plan):
         raise PlanError(
             f"{text!r} is a {type(value).__name__}, which can only be a part of a plan. "

@@ -28,10 +28,10 @@ from laconic.session.fsdp import ShardedPath, check_sharded, replicas_of
 from laconic.session.grad_scaler import ScaledSteps, skips_itself
 from laconic.session.gradients import GradientAverager, GradientPath
 from laconic.session.guard import Guard, GuardObserver, Mode, guard_of
-from laconic.session.health import Probe
+from laconic.session.health import Sketcher
 from laconic.session.model_state import ModelState
 from laconic.session.module import ModulePath
-from laconic.session.observers import observers_from_env
+from laconic.session.observers import make, observers_from_env
 from laconic.session.session import Session
 from laconic.session.steps import Steps
 from laconic.session.stop import StepHeaders, Stop
@@ -144,8 +144,10 @@ def attach(
         steps.at_first_step = partial(check_first_step, None if path.in_backward else model)
         session = Session(steps, averager, ledger)
         if guarding.mode != "off":
-            averager.probe = Probe()
+            averager.probe = Sketcher()
             observers.insert(0, GuardObserver(guarding, averager.probe, path))
+        if plan.observer and (own := make(plan.observer)) is not None:
+            observers.append(own)
         session.install(scaled)
         remember(session)
     except BaseException:

@@ -21,7 +21,7 @@ from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
 from laconic.session.carry_over import CARRIED, deliver
 from laconic.session.grad_scaler import ScaledSteps
-from laconic.session.health import Probe, Watched
+from laconic.session.health import Sketcher, Watched
 from laconic.session.loss_scale import LossScale
 from laconic.session.model_state import ModelState
 
@@ -91,7 +91,7 @@ class GradientAverager:
         self.levels = levels
         self.check = check
         self._compress_alone = compress_alone
-        self.probe: Probe | None = None
+        self.probe: Sketcher | None = None
         """What measures the exchanges among all workers, if a guard is on."""
         self._codec: Codec = Exact()
         self._scale = LossScale(scaler, model_state) if scaler is not None and scaler.is_enabled() else None

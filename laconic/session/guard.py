@@ -20,7 +20,7 @@ from laconic.plans.methods import ddp
 from laconic.plans.plan import Plan
 from laconic.plans.stronger import strengths
 from laconic.session.carry_over import PARTS
-from laconic.session.health import Health, Probe, health_of
+from laconic.session.health import Health, Sketcher, health_of
 from laconic.session.observers import StepObserver
 from laconic.values import as_code, is_number, is_whole
 
@@ -81,7 +81,7 @@ def guard_of(given: Guard | str, sharded: bool) -> Guard:
 class GuardObserver(StepObserver):
     """Measures, logs and acts, at the same steps on all workers."""
 
-    def __init__(self, guard: Guard, probe: Probe, path: GradientPath) -> None:
+    def __init__(self, guard: Guard, probe: Sketcher, path: GradientPath) -> None:
         self._guard = guard
         self._probe = probe
         self._path = path

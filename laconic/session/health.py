@@ -46,7 +46,7 @@ class Health:
         return all(map(math.isfinite, (self.residual, self.error, self.agreement, self.norm)))
 
 
-class Probe:
+class Sketcher:
     """Sketches what is averaged, in synchronisations that are `due`."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Watched:
     """A codec whose exchanges a probe sketches, where they are due."""
 
     codec: Codec
-    probe: Probe
+    probe: Sketcher
 
     def accepts(self, shape: torch.Size) -> bool:
         """Accept what the codec accepts."""

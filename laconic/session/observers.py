@@ -46,11 +46,12 @@ class StepObserver:
 
 def observers_from_env() -> list[StepObserver]:
     """Make the observers that LACONIC_OBSERVERS names, as "module:function" separated by commas."""
-    made = [_make(text.strip()) for text in os.environ.get(VARIABLE, "").split(",") if text.strip()]
+    made = [make(text.strip()) for text in os.environ.get(VARIABLE, "").split(",") if text.strip()]
     return [observer for observer in made if observer is not None]
 
 
-def _make(text: str) -> StepObserver | None:
+def make(text: str) -> StepObserver | None:
+    """Make the observer that "module:function" returns."""
     module, _, function = text.partition(":")
     try:
         factory = getattr(importlib.import_module(module), function)

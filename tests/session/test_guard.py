@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.codecs.feedback import residuals_by_name
-from laconic.session.health import SKETCH, Probe, health_of
+from laconic.session.health import SKETCH, Sketcher, health_of
 from tests.session.models import assert_equal_bits, weights
 from tests.workers import run_workers
 
@@ -22,7 +22,7 @@ def test_sketches_tell_norms_of_means():
     common = {"a": torch.randn(300, 200), "b": torch.randn(7)}
     rows = []
     for worker in range(4):
-        probe = Probe()
+        probe = Sketcher()
         own = {name: t + 2 * torch.randn(t.shape, generator=_seeded(worker + 1)) for name, t in common.items()}
         state = {"residual": {"a": 3 * common["a"]}}
         exchange = probe.watch(own, state, lambda: iter(()))  # type: ignore[arg-type, return-value]

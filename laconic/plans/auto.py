@@ -1,0 +1,31 @@
+"""`auto()`: the plan that measures the network, and then chooses another one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from laconic.plans.methods import diloco
+from laconic.plans.plan import Plan
+
+
+@dataclass(frozen=True, repr=False)
+class AutoPlan(Plan):
+    """Begins as `diloco()`, which sends least, until its observer has measured enough to choose."""
+
+    observer: ClassVar[str] = "laconic.planner.auto:observer"
+
+    def __repr__(self) -> str:
+        return "auto()"
+
+
+def auto() -> Plan:
+    """Measure the network for a few seconds, and go on with the plan of the measured front that fits it.
+
+    Which one is chosen, and why, is logged; `session.change(plan)` overrules it. docs/plan.md has the rule.
+
+    >>> auto()
+    auto()
+    """
+    start = diloco()
+    return AutoPlan(start.schedule, start.codec, start.outer)
