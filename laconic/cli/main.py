@@ -17,6 +17,7 @@ from laconic.cli.doctor import doctor
 from laconic.cli.migrate import migrate
 from laconic.cli.plan import plan
 from laconic.cli.serve import serve
+from laconic.cli.simulate import simulate
 from laconic.cli.train import train
 from laconic.compare.failures import WorkerError
 from laconic.compare.launch import Stopped, stoppable
@@ -53,6 +54,7 @@ app.command()(migrate)
 app.command()(doctor)
 app.command()(serve)
 app.command()(plan)
+app.command()(simulate)
 
 
 def main() -> None:

@@ -11,44 +11,23 @@ import torch
 from torch import Tensor
 
 from laconic.comm.in_process import Collective, Members
-from laconic.planner.simulate.timing import Timing
+from laconic.planner.simulate.conditions import Conditions
+from laconic.planner.timeline import Message, released_s
 from laconic.plans.schedules import Payload
 
-BACKWARD_SHARE = 2 / 3
-"""The share of a step that the backward pass takes: it computes two products where the forward pass computes one."""
 
-
-@dataclass(frozen=True)
-class Message:
-    """How long a collective takes, and how long before the end of the step it may begin."""
-
-    seconds: float
-    ahead_s: float = 0.0
-
-
-def messages(sent: Sequence[tuple[str, int]], workers: int, timing: Timing, early: bool) -> list[Message]:
-    """Return the messages of collectives (operation, bytes) among `workers` neighbours.
-
-    If `early`, they are gradients that are sent during the backward pass, in this order.
-    """
-    total, done, made = sum(size for _, size in sent) or 1, 0, []
-    for op, size in sent:
-        done += size
-        ahead_s = BACKWARD_SHARE * timing.step_s * (1 - done / total) if early else 0.0
-        made.append(Message(timing.collective_s(op, size, workers), ahead_s))
-    return made
-
-
-def arrival(ready: Tensor, free: Tensor, queued: Sequence[Message]) -> Tensor:
+def arrival(ready: Tensor, free: Tensor, queued: Sequence[Message], step_s: float) -> Tensor:
     """Return when messages have arrived that go one after another, in seconds of each group of workers.
 
-    `ready` is when the slowest worker of a group ends its step, `free` when its link has sent what was before.
+    `ready` is when the slowest worker of a group ends its step, of `step_s`; `free` when its link has sent what was
+    before.
 
-    >>> arrival(torch.tensor(1.0), torch.tensor(0.0), [Message(0.5, ahead_s=0.25), Message(0.5)])
+    >>> early, late = Message(release_s=0.75, seconds=0.5), Message(release_s=1.0, seconds=0.5)
+    >>> arrival(torch.tensor(1.0), torch.tensor(0.0), [early, late], step_s=1.0)
     tensor(1.7500)
     """
     for each in queued:
-        free = torch.maximum(free, ready - each.ahead_s) + each.seconds
+        free = torch.maximum(free, ready - step_s + each.release_s) + each.seconds
     return free
 
 
@@ -79,12 +58,12 @@ class VirtualClock:
     in one queue. Deltas of a plan with a `delay` are sent while the next steps compute. All else is waited for.
     """
 
-    def __init__(self, workers: int, timing: Timing, overlap: bool, delay: int = 0) -> None:
+    def __init__(self, workers: int, conditions: Conditions, overlap: bool, delay: int = 0) -> None:
         self.now = [0.0] * workers
         self._computed: list[dict[int, float]] = [{} for _ in range(workers)]
         """The seconds of each step that was not undone, by worker."""
         self._straggling_s = self._link_s = 0.0
-        self._timing = timing
+        self._conditions = conditions
         self._overlap = overlap
         self._delay = delay
         self._free = 0.0
@@ -95,25 +74,34 @@ class VirtualClock:
 
     def compute(self, worker: int, step: int) -> None:
         """Let a worker compute one step. The time is the same whenever threads take their turns."""
-        timing = self._timing
-        drawn = random.Random(f"{timing.seed}/{worker}/{step}").gauss(1.0, timing.jitter)
-        slower = timing.stragglers.times if worker < timing.stragglers.count else 1.0
-        taken_s = max(0.0, drawn) * slower * timing.step_s
+        given, stragglers = self._conditions, self._conditions.stragglers
+        drawn = random.Random(f"{given.seed}/{worker}/{step}").gauss(1.0, given.jitter)
+        slower = stragglers.times if worker < stragglers.count else 1.0
+        taken_s = max(0.0, drawn) * slower * given.step_s
         with self._lock:
             self.now[worker] += taken_s
             self._computed[worker][step] = taken_s
 
     def served(self, members: Members, sent: list[Collective]) -> None:
         """Let collectives of these workers take their time."""
-        early = self._overlap and sent[0].phase == Payload.GRADIENT
-        queued = messages([(each.op, each.payload_bytes) for each in sent], len(members), self._timing, early)
+        queued = self._messages(sent, len(members))
         with self._lock:
             ready = max(self.now[worker] for worker in members)
-            self._free = float(arrival(_seconds(ready), _seconds(self._free), queued))
+            self._free = float(arrival(_seconds(ready), _seconds(self._free), queued, self._conditions.step_s))
             if self._delay and sent[0].phase == Payload.WEIGHTS:
                 self._due[sent[0].step + self._delay] = self._free
             else:
                 self._bring_together(members, ready, max(ready, self._free))
+
+    def _messages(self, sent: list[Collective], workers: int) -> list[Message]:
+        step_s, total, done = self._conditions.step_s, sum(each.payload_bytes for each in sent) or 1, 0
+        found = []
+        for each in sent:
+            done += each.payload_bytes
+            early = self._overlap and each.phase == Payload.GRADIENT
+            release_s = released_s(done / total, step_s) if early else step_s
+            found.append(Message(release_s, self._conditions.collective_s(each.op, each.payload_bytes, workers)))
+        return found
 
     def after_step(self, worker: int, step: int) -> None:
         """Let a worker wait for what is due after a step."""

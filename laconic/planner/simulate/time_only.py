@@ -1,28 +1,24 @@
 """The virtual clock alone: no training, up to hundreds of thousands of workers.
 
-The codecs run once on meta tensors, to know what is sent. Then each step is a few operations on one vector, the time of
-every worker.
+What is sent, and when it is released, is that of `laconic plan` (`predict.py`). Each step is a few operations on one
+vector, the time of every worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from laconic import Plan
-from laconic.codecs.contract import wide_dtype
-from laconic.codecs.packing import in_buckets, in_parts
-from laconic.comm.dry import dry
-from laconic.comm.requests import State
+from laconic import Plan, ddp
 from laconic.compare.settings import LabError
-from laconic.cost import routed
-from laconic.ledger import Ledger
-from laconic.planner.simulate.clock import TimeUse, arrival, messages
-from laconic.planner.simulate.timing import Timing
-from laconic.plans.schedules import Level, Payload, Streaming, Sync, SyncClock
+from laconic.planner.collectives import NetworkTimes
+from laconic.planner.predict import Prediction, Scenario, Sent
+from laconic.planner.shapes import Shapes
+from laconic.planner.simulate.clock import TimeUse, arrival
+from laconic.planner.simulate.conditions import Conditions
+from laconic.planner.timeline import Message, released_s
 
 ATTEMPTS = 10_000
 """How often a round may be lost to faults, one after the other, before the simulation gives up."""
@@ -36,7 +32,7 @@ class TimeOutcome:
     workers: int
     steps: int
     seconds: float
-    sent_bytes: int
+    sent_bytes: float
     faults: int
     use: TimeUse
 
@@ -46,150 +42,121 @@ class TimeOutcome:
         return self.seconds / self.steps
 
 
-@dataclass(eq=False)
-class Sends:
-    """What one worker sends at a sync, from a dry run of the codec: the first two syncs of a kind, which then repeat.
-
-    They differ where rounds alternate.
-    """
-
-    plan: Plan
-    tensors: Mapping[str, Tensor]
-    workers: int
-    ledger: Ledger = field(default_factory=lambda: Ledger(keep=0))
-    _state: State = field(default_factory=dict)
-    _known: dict[tuple[Sync, bool, int], list[tuple[str, int, int]]] = field(default_factory=dict)
-    _count: dict[tuple[Sync, bool], int] = field(default_factory=dict)
-
-    def at(self, sync: Sync, step: int, members: int) -> list[tuple[str, int, int]]:
-        """Return the collectives of a sync: operation, bytes passed to it, and bytes that one worker sends."""
-        kind = (sync, step < self.plan.schedule.start)
-        count = self._count[kind] = self._count.get(kind, 0) + 1
-        key = (*kind, count % 2)
-        if key not in self._known:
-            self._known[key] = self._dry(sync, step, members)
-        return self._known[key]
-
-    def _dry(self, sync: Sync, step: int, members: int) -> list[tuple[str, int, int]]:
-        plan, chosen = self.plan, dict(self.tensors)
-        if sync.part is not None:
-            chosen = {name: chosen[name] for name in in_parts(chosen, plan.schedule.fragments)[sync.part]}
-        if plan.needs_anchor and sync.payload is Payload.WEIGHTS:  # deltas are fp32 or fp64
-            chosen = {name: t.to(wide_dtype(t.dtype)) for name, t in chosen.items()}
-        ledger, codec = Ledger(), routed(plan.codec_of(sync, step))
-        for bucket in reversed(in_buckets(chosen)):  # gradients of the last layers are ready first
-            dry(codec.average({name: chosen[name] for name in bucket}, self._state), ledger, members)
-        return [(entry.op, entry.payload_bytes, entry.wire_bytes) for entry in ledger.entries]
-
-
-@dataclass(eq=False)
 class TimeOnly:
     """Simulates the time of a run.
 
-    `mtbf_s` is the mean time between failures of one worker. A failure loses the round that it falls into, for all
-    workers, and `restart_s` besides; then another worker takes its place.
+    `mtbf_s` is the mean time between faults of the whole run. A fault loses the round that it falls into, for all
+    workers, and `restart_s` besides; then another worker takes the place of the one that was lost.
     """
 
-    plan: Plan
-    tensors: Mapping[str, Tensor]
-    workers: int
-    timing: Timing = Timing()
-    mtbf_s: float | None = None
-    restart_s: float = 0.0
+    def __init__(
+        self,
+        plan: Plan,
+        shapes: Shapes,
+        workers: int,
+        network: NetworkTimes,
+        conditions: Conditions = Conditions(),
+        mtbf_s: float | None = None,
+        restart_s: float = 0.0,
+        machine: int | None = None,
+    ) -> None:
+        self.plan, self.workers = plan, workers
+        self._given, self._mtbf_s, self._restart_s = conditions, mtbf_s, restart_s
+        scenario = Scenario(shapes, workers, network, conditions.step_s, machine=machine)
+        self._prediction = Prediction(plan, scenario)
+        self._warm_up = Prediction(ddp(), scenario) if plan.schedule.start > 1 else self._prediction
+        for size in {each.workers for each in self._prediction.sent if workers % each.workers}:
+            raise LabError(
+                f"{plan!r}: it has groups of {size}, and {workers} workers cannot be divided so. Choose a --workers "
+                f"that {size} divides."
+            )
+        self._draw = torch.Generator().manual_seed(conditions.seed)
+        self._now = torch.zeros(workers, dtype=torch.float64)
+        self._free = torch.zeros(workers, dtype=torch.float64)
+        """When the link of each worker has sent everything."""
+        self._due: dict[int, torch.Tensor] = {}
+        self._slower = torch.ones(workers, dtype=torch.float64)
+        self._slower[: conditions.stragglers.count] = conditions.stragglers.times
+        self._computed_s = self._straggling_s = self._link_s = self._lost_s = self._committed_s = 0.0
+        self._faults = 0
 
     def run(self, steps: int) -> TimeOutcome:
         """Simulate so many steps."""
-        self._draw = torch.Generator().manual_seed(self.timing.seed)
-        self._now = torch.zeros(self.workers, dtype=torch.float64)
-        self._free = torch.zeros(self.workers, dtype=torch.float64)
-        self._slower = torch.ones(self.workers, dtype=torch.float64)
-        self._slower[: self.timing.stragglers.count] = self.timing.stragglers.times
-        self._computed_s = self._straggling_s = self._link_s = 0.0
-        self._committed_s, self._faults, self._lost_s = 0.0, 0, 0.0
-        self._due: dict[int, Tensor] = {}
-        sends, sent_bytes = Sends(self.plan, self.tensors, self.workers), 0
-        clock = SyncClock(since=self.plan.schedule.start - 1)
+        sent_bytes = 0.0
         for step in range(1, steps + 1):
             self._compute()
             self._settle(step)
-            for sync in self.plan.syncs_at(step, clock):
-                members = self._members(sync.level)
-                sent = sends.at(sync, step, members) if members > 1 else []
-                sent_bytes += sum(wire for _, _, wire in sent)
-                self._sync(sync, step, members, [(op, size) for op, size, _ in sent])
-                if self.plan.is_outermost(sync):
-                    self._commit()
-                    clock = SyncClock(step) if sync.payload is Payload.WEIGHTS and sync.part is None else clock
+            sent = self._sent_at(step)
+            for size, delay in dict.fromkeys((each.workers, each.delay) for each in sent):
+                together = [each for each in sent if (each.workers, each.delay) == (size, delay)]
+                self._send(together, step)
+                sent_bytes += sum(wire for each in together for _, _, wire in each.collectives)
+            if any(each.workers == self.workers for each in sent):
+                self._commit()
         use = TimeUse.of(self._computed_s, self._straggling_s, self._link_s, self._lost_s * self.workers)
-        end = float(self._now.max())
-        return TimeOutcome(repr(self.plan), self.workers, steps, end, sent_bytes, self._faults, use)
+        end_s = float(self._now.max())
+        return TimeOutcome(repr(self.plan), self.workers, steps, end_s, sent_bytes, self._faults, use)
+
+    def _sent_at(self, step: int) -> list[Sent]:
+        place = step - self.plan.schedule.start
+        found = self._prediction if place >= 0 else self._warm_up
+        return [each for each in found.sent if each.step == place % found.cycle]
 
     def _compute(self) -> None:
-        timing = self.timing
-        taken = self._slower * timing.step_s
-        if timing.jitter:
-            drawn = torch.randn(self.workers, generator=self._draw, dtype=torch.float32)
-            taken = taken * drawn.mul_(timing.jitter).add_(1).clamp_(min=0)
+        taken = self._slower * self._given.step_s
+        if self._given.jitter:
+            drawn = torch.randn(self.workers, generator=self._draw)
+            taken *= drawn.mul_(self._given.jitter).add_(1).clamp_(min=0)
         self._now += taken
         self._computed_s += float(taken.sum())
 
     def _settle(self, step: int) -> None:
-        """Wait for the fragment that is due after this step."""
+        """Wait for what is due after this step."""
         if step in self._due:
             late = (self._due.pop(step) - self._now).clamp_(min=0)
             self._link_s += float(late.sum())
             self._now += late
 
-    def _sync(self, sync: Sync, step: int, members: int, sent: list[tuple[str, int]]) -> None:
-        """Let groups of `members` neighbours meet, and send."""
-        schedule = self.plan.schedule
-        delay = schedule.delay if isinstance(schedule, Streaming) and sync.payload is Payload.WEIGHTS else 0
-        queued = messages(sent, members, self.timing, early=sync.payload is Payload.GRADIENT)
-        now, free = self._now.view(-1, members), self._free.view(-1, members)
+    def _send(self, sent: Sequence[Sent], step: int) -> None:
+        """Let groups of neighbours meet, and send; what has a delay is not waited for."""
+        size, delay = sent[0].workers, sent[0].delay
+        queued = sorted(map(self._message, sent), key=lambda message: message.release_s)
+        now, free = self._now.view(-1, size), self._free.view(-1, size)
         ready = now.amax(1, keepdim=True)
-        arrived = arrival(ready, free.amax(1, keepdim=True), queued)
+        arrived = arrival(ready, free.amax(1, keepdim=True), queued, self._given.step_s)
         free.copy_(arrived.expand_as(free))
         if delay:
-            self._due[step + delay] = free.flatten().clone()
+            self._due[step + delay] = self._free.clone()
             return
         end = torch.maximum(ready, arrived)
         self._straggling_s += float((ready - now).sum())
-        self._link_s += float((end - ready).sum()) * members
+        self._link_s += float((end - ready).sum()) * size
         now.copy_(end.expand_as(now))
+
+    def _message(self, sent: Sent) -> Message:
+        step_s = self._given.step_s
+        seconds = sum(self._given.collective_s(op, payload, sent.workers) for op, payload, _ in sent.collectives)
+        return Message(step_s if sent.before is None else released_s(1 - sent.before, step_s), seconds)
 
     def _commit(self) -> None:
         """End a round: faults that fall into it lose it, and it is done again."""
-        now = float(self._now.max())
-        if self.mtbf_s:
-            lost_s = sum(self._losses(now - self._committed_s))
+        now_s = float(self._now.max())
+        if self._mtbf_s is not None:
+            lost_s = sum(self._losses(now_s - self._committed_s, self._mtbf_s))
             self._lost_s += lost_s
             self._now += lost_s
-            now += lost_s
-        self._committed_s = now
+            now_s += lost_s
+        self._committed_s = now_s
 
-    def _losses(self, round_s: float) -> Iterator[float]:
+    def _losses(self, round_s: float, mtbf_s: float) -> Iterator[float]:
         """Yield the seconds that are lost to each fault before a round is done."""
-        assert self.mtbf_s is not None
-        between_s = self.mtbf_s / self.workers
         for _ in range(ATTEMPTS):
-            until = float(torch.empty(1, dtype=torch.float64).exponential_(1 / between_s, generator=self._draw))
-            if until >= round_s:
+            until_s = float(torch.empty(1, dtype=torch.float64).exponential_(1 / mtbf_s, generator=self._draw))
+            if until_s >= round_s:
                 return
             self._faults += 1
-            yield until + self.restart_s
+            yield until_s + self._restart_s
         raise LabError(
-            f"--mtbf: among {self.workers} workers one fails every {between_s:.3g} s, and a round takes {round_s:.3g} "
-            "s: none is ever done. Use a shorter period, or more reliable workers."
+            f"--mtbf: a fault comes every {mtbf_s:.3g} s, and a round takes {round_s:.3g} s: none is ever done. Use a "
+            "shorter period, or fewer workers."
         )
-
-    def _members(self, level: Level) -> int:
-        if level is None:
-            return self.workers
-        link = self.timing.link
-        size = level if isinstance(level, int) else self.workers if link is None else link.levels[0].count
-        if self.workers % size:
-            raise LabError(
-                f"{self.plan!r}: it has groups of {size}, and {self.workers} workers cannot be divided so. Choose a "
-                f"--workers that {size} divides."
-            )
-        return size

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from laconic import LostWorkerError, Plan, Session, attach
+from laconic import Ledger, LostWorkerError, Plan, Session, attach
 from laconic.comm.in_process import InProcessGroup, Meetings
 from laconic.comm.ring import ring_sum
 from laconic.compare.lab.script import lr_share
 from laconic.compare.settings import usable_cores
 from laconic.planner.simulate.clock import VirtualClock
+from laconic.planner.simulate.conditions import Conditions, Failure
 from laconic.planner.simulate.tasks import SimulatedTask
-from laconic.planner.simulate.timing import Failure, Timing
 from laconic.plans.schedules import Never, Streaming
 
 
@@ -42,7 +42,7 @@ class SimulatedRun:
     steps: int
     lr: float = 5e-3
     bucket_mb: float = 25.0
-    timing: Timing = Timing()
+    conditions: Conditions = Conditions()
     failures: tuple[Failure, ...] = ()
 
     @property
@@ -53,7 +53,7 @@ class SimulatedRun:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """One step of all workers: the loss of each, the latest virtual time, and the bytes of one worker so far."""
+    """One step of all workers: the loss of each, the latest virtual time, and what the first has sent so far."""
 
     step: int
     losses: tuple[float, ...]
@@ -91,13 +91,14 @@ class Training:
         self.threads = max(1, cores // run.workers)
         schedule = run.plan.schedule
         delay = schedule.delay if isinstance(schedule, Streaming) else 0
-        self.clock = VirtualClock(run.workers, run.timing, overlap=not run.failures, delay=delay)
+        self.clock = VirtualClock(run.workers, run.conditions, overlap=not run.failures, delay=delay)
         self.models = [self.task.model, *(self._copy() for _ in range(1, run.workers))]
         at_once = max(1, cores // self.threads)
         self._meetings = Meetings(run.workers, at_once, first_ahead=run.shares_weights, served=self.clock.served)
+        self._ledgers = [Ledger(keep=0) for _ in range(run.workers)]
         self._lost_at = {each.worker: each.step for each in run.failures}
-        self._ended: dict[int, dict[int, tuple[float, float]]] = {}
-        """Of each step that some workers have ended: their losses, and their virtual time."""
+        self._ended: dict[int, dict[int, tuple[float, float, int]]] = {}
+        """Of each step that some workers have ended: their loss, their virtual time, and what they have sent so far."""
         self._done: queue.SimpleQueue[SimulatedStep | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
 
@@ -141,6 +142,11 @@ class Training:
                     into.copy_(_mean(rows))
             return validate(mean)
 
+    def level_bytes(self) -> dict[str, int]:
+        """Return what the first worker that is left has sent, by level."""
+        totals = self._ledgers[self.alive[0]].totals(by="level")
+        return {level: total.wire_bytes for level, total in totals.items()}
+
     def _copy(self) -> nn.Module:
         made = deepcopy(self.task.model)
         if self.run.shares_weights:
@@ -164,7 +170,7 @@ class Training:
         if not run.failures:  # a DDP model cannot leave its group
             model = DistributedDataParallel(model, process_group=group, bucket_cap_mb=run.bucket_mb)
         optimizer = AdamW(model.parameters(), lr=run.lr, betas=(0.9, 0.95), weight_decay=0.01)
-        session = attach(run.plan, model, optimizer, group=group)
+        session = attach(run.plan, model, optimizer, group=group, ledger=self._ledgers[worker])
         self._meetings.barrier(worker)  # sessions are listed in one place: no worker changes the list while others step
         commits = _Commits(run, session, model, optimizer)
         while session.step < run.steps:
@@ -199,12 +205,12 @@ class Training:
         those = [each for each in session.group.members if self._lost_at.get(each, step + 1) > step]
         with self._lock:
             ended = self._ended.setdefault(step, {})
-            ended[worker] = loss, self.clock.now[worker]
+            ended[worker] = loss, self.clock.now[worker], session.ledger.wire_bytes
             if not all(each in ended for each in those):
                 return
             del self._ended[step]
-        losses, times = zip(*(ended[each] for each in those), strict=True)
-        self._done.put(SimulatedStep(step, losses, max(times), session.ledger.wire_bytes))
+        losses, times, sent = zip(*(ended[each] for each in those), strict=True)
+        self._done.put(SimulatedStep(step, losses, max(times), sent[0]))
 
     def _recover(self, worker: int, commits: _Commits) -> None:
         """Go back to the last commit, and go on with the workers that are left."""

@@ -1,15 +1,13 @@
-"""What a simulated run takes its time from: steps, stragglers, links and faults, and the text that describes them."""
+"""What a simulated run takes its time from: steps, stragglers, links and failures, and the text that describes them."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from laconic.compare.links import Link, collective_s
 from laconic.compare.settings import LabError
+from laconic.planner.collectives import NetworkTimes
 from laconic.values import is_number
-
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True)
@@ -29,50 +27,34 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Timing:
+class Conditions:
     """How long computing and sending takes.
 
     `step_s` is what a step computes for. `jitter` is its standard deviation, relative to it, drawn for each worker and
-    step. Without a link, sending takes no time.
+    step. Without a network, sending takes no time.
     """
 
     step_s: float = 0.05
     jitter: float = 0.0
     stragglers: Stragglers = Stragglers()
-    link: Link | None = None
-    latency_s: float = 0.0
+    network: NetworkTimes | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not is_number(self.step_s) or self.step_s <= 0:
             raise LabError(f"--step {self.step_s:g}s: a step takes more than 0 seconds. Write --step 50ms.")
-        for name, value in (("jitter", self.jitter), ("latency", self.latency_s)):
-            if not is_number(value) or value < 0:
-                raise LabError(f"--{name} {value:g}: it must not be negative. Leave it out for none.")
+        if not is_number(self.jitter) or self.jitter < 0:
+            raise LabError(f"--jitter {self.jitter:g}: it must not be negative. Write --jitter 0.1 for 10 %.")
 
-    def collective_s(self, op: str, payload_bytes: int, workers: int) -> float:
+    def collective_s(self, op: str, payload_bytes: float, workers: int) -> float:
         """Return the seconds of a collective among `workers` neighbours."""
-        if self.link is None:
-            return 0.0
-        return collective_s(op, payload_bytes, workers, self.link.inside(workers), self.latency_s)
+        return 0.0 if self.network is None else self.network.seconds(op, payload_bytes, workers)
 
 
-def seconds(option: str, text: str) -> float:
-    """Read a duration.
-
-    >>> seconds("--step", "50ms"), seconds("--mtbf", "30d")
-    (0.05, 2592000.0)
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip())
-    if match is None or match[2] not in _UNITS:
-        raise LabError(f"{option} {text}: write a number and one of {', '.join(_UNITS)}, such as 50ms.")
-    return float(match[1]) * _UNITS[match[2]]
-
-
-def stragglers(text: str | None, workers: int) -> Stragglers:
+def stragglers_of(text: str | None, workers: int) -> Stragglers:
     """Read how many workers are slower, and how many times.
 
-    >>> stragglers("2@1.5x", workers=64)
+    >>> stragglers_of("2@1.5x", workers=64)
     Stragglers(count=2, times=1.5)
     """
     if text is None:
@@ -86,12 +68,22 @@ def stragglers(text: str | None, workers: int) -> Stragglers:
     return Stragglers(int(match[1]), float(match[2]))
 
 
-def failure(text: str, workers: int, steps: int) -> Failure:
-    """Read which worker is lost, and when.
+def failures_of(texts: list[str], workers: int, steps: int) -> tuple[Failure, ...]:
+    """Read which workers are lost, and when; one at least stays.
 
-    >>> failure("5@300", workers=64, steps=1000)
-    Failure(worker=5, step=300)
+    >>> failures_of(["5@300"], workers=64, steps=1000)
+    (Failure(worker=5, step=300),)
     """
+    found = tuple(_failure(text, workers, steps) for text in texts)
+    lost = {each.worker for each in found}
+    if len(lost) < len(found) or len(lost) == workers:
+        raise LabError(
+            f"--fail {' --fail '.join(texts)}: each worker can be lost once, and one of the {workers} must stay."
+        )
+    return found
+
+
+def _failure(text: str, workers: int, steps: int) -> Failure:
     match = re.fullmatch(r"(\d+)\s*@\s*(\d+)", text.strip())
     if match is None or int(match[1]) >= workers or not 1 <= int(match[2]) <= steps:
         raise LabError(
