@@ -15,7 +15,7 @@ from laconic.cli.simulation import SimulationView, time_table
 from laconic.compare.lab.models import GPT, ResNet
 from laconic.compare.lab.tasks import check_data
 from laconic.compare.launch import variables
-from laconic.compare.links import Link, LinkError
+from laconic.compare.links import LinkError
 from laconic.compare.links import link as parse_link
 from laconic.compare.settings import LabError, Settings, check_count
 from laconic.cost import meta
@@ -100,17 +100,17 @@ def simulate(
         shapes = Shapes(meta(_meta_model(settings, place)))
         mtbf_s = None if mtbf is None else seconds_of(mtbf, "--mtbf")
         restart_s = 0.0 if restart is None else seconds_of(restart, "--restart")
-        costs = network or Formula(Link(()))
-        runs = [TimeOnly(each, shapes, workers, costs, given, mtbf_s, restart_s, _machine(network)) for each in plans]
+        machine = _machine(network)
+        runs = [TimeOnly(each, shapes, workers, given, mtbf_s, restart_s, machine) for each in plans]
         _show_times([run.run(steps) for run in runs], shapes.parameters, json)
         return
     failures = failures_of(fail or [], workers, steps)
     if place is None:
         check_data(settings)
-    machine = {} if _machine(network) is None else {"LOCAL_WORLD_SIZE": str(_machine(network))}
+    local = {} if _machine(network) is None else {"LOCAL_WORLD_SIZE": str(_machine(network))}
     view = SimulationView(steps, plain, quiet=json)
     outcomes = []
-    with variables(machine), view:
+    with variables(local), view:
         for each in plans:
             task = lab_task(settings) if place is None else user_task(place, seed)
             run = SimulatedRun(each, workers, steps, lr, bucket_mb, given, failures)

@@ -151,9 +151,11 @@ class Meetings:
         with self._changed:
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self.error is not None
-                or (over() and self._may_go_on(worker))
-                or (not over() and self._lost.intersection(members))
+                lambda: (
+                    self.error is not None
+                    or (over() and self._may_go_on(worker))
+                    or (not over() and self._lost.intersection(members))
+                )
             )
             missing = [] if over() else sorted(self._lost.intersection(members))
         self._turns.acquire()
@@ -230,12 +232,10 @@ class InProcessQueue(CollectiveQueue):
             except StopIteration as stop:
                 running.result, running.ended = stop.value, True
                 running.batch.one_ended()
-                return running.result  # type: ignore[return-value]  # just set
+                return running.result
             answer = yield request
             if isinstance(request, Mean | Gather | AllToAll | First) and self.workers > 1:
                 running.request, running.launched_s = request, time.perf_counter()
                 running.round += 1
                 running.record(self.ledger, self.rank, self.workers, self.level)
-                sent.append(
-                    Collective(operation(request), payload_bytes(request), running.phase, running.step, index)
-                )
+                sent.append(Collective(operation(request), payload_bytes(request), running.phase, running.step, index))

@@ -33,7 +33,6 @@ from laconic.comm.requests import (
 )
 from laconic.ledger import Ledger
 
-
 Means: TypeAlias = Callable[[Sequence[Mean]], Tensor]
 """Returns the mean of what every worker asks `Mean` for."""
 
@@ -50,7 +49,7 @@ def lockstep(
 ) -> list[Averaged]:
     """Run one exchange a worker to its end and return each worker's result.
 
-    `ledger` records what worker 0 would have sent. `mean` computes means: `ring.gloo_mean` as a group of processes does.
+    `ledger` records what worker 0 would have sent. `mean` computes means; `ring.gloo_mean` as processes do.
     """
     if not exchanges:
         return []

@@ -51,8 +51,8 @@ def _chunk(size_bytes: int, element_bytes: int, workers: int) -> int:
     largest = element_bytes * max(1, SEGMENT_BYTES // element_bytes)
     messages = max(-(-size_bytes // largest), 2 * workers)
     each = -(-messages // workers)
-    message = -(-(-(-size_bytes // (each * workers))) // element_bytes)
-    return each * message
+    message_bytes = -(-size_bytes // (each * workers))
+    return each * -(-message_bytes // element_bytes)
 
 
 def _sharded_mean(rows: Sequence[Tensor]) -> Tensor:

@@ -98,7 +98,7 @@ class LocalGroup(ProcessGroup):
     """
 
     def __init__(self, rank: int, workers: int) -> None:
-        super().__init__(rank, workers)
+        super().__init__(rank, workers)  # type: ignore[call-arg]  # also without a store, whatever the stub says
         self._rank, self._workers = rank, workers
 
     def rank(self) -> int:
@@ -109,7 +109,7 @@ class LocalGroup(ProcessGroup):
         """Return the number of workers."""
         return self._workers
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+    def getBackendName(self) -> str:
         """Return the name that DDP logs."""
         return "local"
 
@@ -137,10 +137,10 @@ class _Done(dist.Work):
         self._future: Future[object] = Future()
         self._future.set_result(result)
 
-    def wait(self, timeout: object = None) -> bool:  # type: ignore[override]
+    def wait(self, timeout: object = None) -> bool:
         """Return at once."""
         return True
 
-    def get_future(self) -> Future[object]:  # type: ignore[override]
+    def get_future(self) -> Future[object]:
         """Return a future that has its result."""
         return self._future

@@ -75,9 +75,7 @@ def _train(worker: int, settings: Settings) -> tuple[list[float], list[int], flo
 
 
 def _simulate(settings: Settings) -> tuple[list[SimulatedStep], float | None]:
-    run = SimulatedRun(
-        laconic.plan(settings.plan), settings.workers, settings.steps, settings.lr, settings.bucket_mb
-    )
+    run = SimulatedRun(laconic.plan(settings.plan), settings.workers, settings.steps, settings.lr, settings.bucket_mb)
     training = Training(run, lab_task(settings))
     return list(training.steps()), training.validation_loss()
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from laconic import Plan, ddp
+from laconic.compare.links import Link
 from laconic.compare.settings import LabError
-from laconic.planner.collectives import NetworkTimes
+from laconic.planner.collectives import Formula
 from laconic.planner.predict import Prediction, Scenario, Sent
 from laconic.planner.shapes import Shapes
 from laconic.planner.simulate.clock import TimeUse, arrival
@@ -54,14 +55,14 @@ class TimeOnly:
         plan: Plan,
         shapes: Shapes,
         workers: int,
-        network: NetworkTimes,
-        conditions: Conditions = Conditions(),
+        conditions: Conditions,
         mtbf_s: float | None = None,
         restart_s: float = 0.0,
         machine: int | None = None,
     ) -> None:
         self.plan, self.workers = plan, workers
         self._given, self._mtbf_s, self._restart_s = conditions, mtbf_s, restart_s
+        network = conditions.network or Formula(Link(()))  # of no use where sending takes no time
         scenario = Scenario(shapes, workers, network, conditions.step_s, machine=machine)
         self._prediction = Prediction(plan, scenario)
         self._warm_up = Prediction(ddp(), scenario) if plan.schedule.start > 1 else self._prediction

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from laconic import Ledger, LostWorkerError, Plan, Session, attach
-from laconic.comm.in_process import InProcessGroup, Meetings
+from laconic.comm.in_process import InProcessGroup, Meetings, Members
 from laconic.comm.ring import ring_sum
 from laconic.compare.lab.script import lr_share
 from laconic.compare.settings import usable_cores
@@ -42,7 +42,7 @@ class SimulatedRun:
     steps: int
     lr: float = 5e-3
     bucket_mb: float = 25.0
-    conditions: Conditions = Conditions()
+    conditions: Conditions = field(default_factory=Conditions)
     failures: tuple[Failure, ...] = ()
 
     @property
@@ -99,11 +99,12 @@ class Training:
         self._lost_at = {each.worker: each.step for each in run.failures}
         self._ended: dict[int, dict[int, tuple[float, float, int]]] = {}
         """Of each step that some workers have ended: their loss, their virtual time, and what they have sent so far."""
+        self._next = 1
         self._done: queue.SimpleQueue[SimulatedStep | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
 
     @property
-    def alive(self) -> Sequence[int]:
+    def alive(self) -> Members:
         """The workers that were not lost."""
         return self._meetings.alive
 
@@ -202,23 +203,31 @@ class Training:
 
     def _report(self, worker: int, step: int, loss: float, session: Session) -> None:
         assert isinstance(session.group, InProcessGroup)
-        those = [each for each in session.group.members if self._lost_at.get(each, step + 1) > step]
         with self._lock:
-            ended = self._ended.setdefault(step, {})
-            ended[worker] = loss, self.clock.now[worker], session.ledger.wire_bytes
-            if not all(each in ended for each in those):
-                return
-            del self._ended[step]
+            self._ended.setdefault(step, {})[worker] = loss, self.clock.now[worker], session.ledger.wire_bytes
+            while self._next <= self.run.steps and self._put_next(session.group.members):
+                self._next += 1
+
+    def _put_next(self, members: Members) -> bool:
+        """Pass the next step on, if all workers have ended it that are not lost by then; return whether they have."""
+        ended = self._ended.get(self._next, {})
+        those = [each for each in members if self._lost_at.get(each, self._next + 1) > self._next]
+        if not all(each in ended for each in those):
+            return False
         losses, times, sent = zip(*(ended[each] for each in those), strict=True)
-        self._done.put(SimulatedStep(step, losses, max(times), sent[0]))
+        self._done.put(SimulatedStep(self._next, losses, max(times), sent[0]))
+        del self._ended[self._next]
+        return True
 
     def _recover(self, worker: int, commits: _Commits) -> None:
         """Go back to the last commit, and go on with the workers that are left."""
         self._meetings.barrier(worker)
         alive = self.alive
         if worker == alive[0]:
-            self.clock.rewind(alive, commits.snapshot.session["step"])
+            committed = commits.snapshot.session["step"]
+            self.clock.rewind(alive, committed)
             self._ended.clear()
+            self._next = committed + 1
         self._meetings.barrier(worker)
         commits.session.regroup(self._meetings.group(worker, alive))
         commits.restore()
