@@ -37,7 +37,8 @@ def _train_on_without(worker: int, plan: str, lost: int, commit: int) -> list[fl
     torch.set_num_threads(max(1, usable_cores() // WORKERS))
     task = make_task(settings)
     optimizer = AdamW(task.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
-    session, losses = laconic.attach(laconic.plan(plan), task.model, optimizer), []
+    session = laconic.attach(laconic.plan(plan), task.model, optimizer)
+    losses: list[float] = []
     left = [each for each in range(WORKERS) if each != lost]
     for step in range(1, STEPS + 1):
         if step == commit + 1:
