@@ -86,7 +86,8 @@ def _check_equal(plan: str, workers: int) -> None:
     steps, final = _simulate(settings)
     assert [step.losses for step in steps] == list(zip(*(losses for losses, _, _ in real), strict=True))
     assert final == real[0][2]
-    assert any(step.sent_bytes in [sent[index] for _, sent, _ in real] for index, step in enumerate(steps))
+    if "streaming" not in plan:  # a real fragment may be in flight when its step is reported
+        assert [step.sent_bytes for step in steps] == real[0][1]
 
 
 @pytest.mark.parametrize("plan", PLANS)
