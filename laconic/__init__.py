@@ -12,6 +12,7 @@ from laconic.checks.errors import DesyncError, DisagreementError, DivergedError,
 from laconic.codecs import Batched, ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
 from laconic.cost import sent_bytes
 from laconic.ledger import Ledger
+from laconic.plans.auto import auto
 from laconic.plans.methods import (
     alone,
     ddp,
@@ -77,6 +78,7 @@ __all__ = [
     "World",
     "alone",
     "attach",
+    "auto",
     "ddp",
     "diloco",
     "frugal",

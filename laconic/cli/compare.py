@@ -59,8 +59,8 @@ def compare(
     Two baselines run beside the plans: ddp(), and alone(), whose workers never synchronise.
     If a comparison was stopped, the same command continues it with the missing plans.
     """
-    given = _workers(hosts, workers, link)
-    connected = _link(link, given)
+    given = workers_of(hosts, workers, link)
+    connected = link_of(link, given)
     count = workers_here(given if connected is None else connected.workers)
     plans = _with_baselines(plan or list(DEFAULT_PLANS), baselines and count > 1)
     first: Run
@@ -90,7 +90,7 @@ def _with_baselines(plans: list[str], wanted: bool) -> list[str]:
     return plans
 
 
-def _workers(hosts: int | None, workers: int | None, link: str | None) -> int | None:
+def workers_of(hosts: int | None, workers: int | None, link: str | None) -> int | None:
     """The number of workers: each host has one, so either option sets it."""
     if hosts is None:
         return workers
@@ -103,7 +103,8 @@ def _workers(hosts: int | None, workers: int | None, link: str | None) -> int | 
     return hosts
 
 
-def _link(text: str | None, workers: int | None) -> Link | None:
+def link_of(text: str | None, workers: int | None) -> Link | None:
+    """Parse a link of so many workers; None if there is none."""
     if text is None:
         return None
     try:

@@ -16,6 +16,7 @@ from laconic.cli.compare import compare
 from laconic.cli.doctor import doctor
 from laconic.cli.migrate import migrate
 from laconic.cli.plan import plan
+from laconic.cli.probe import probe
 from laconic.cli.serve import serve
 from laconic.cli.simulate import simulate
 from laconic.cli.train import train
@@ -52,6 +53,7 @@ app.command()(train)
 app.command()(compare)
 app.command()(migrate)
 app.command()(doctor)
+app.command()(probe)
 app.command()(serve)
 app.command()(plan)
 app.command()(simulate)

@@ -122,7 +122,7 @@ def plan(
     network = _network(_link(link, workers), latency, algorithm, measured)
     scenario = Scenario(
         found,
-        network.link.workers if isinstance(network, Formula) else network.probe.workers,
+        network.link.workers if isinstance(network, Formula) else network.workers,
         network,
         _step_s(step, measured),
         payload_bits,
@@ -178,7 +178,7 @@ def _network(link: Link | None, latency: str | None, algorithm: str, probe: Prob
         return Formula(link, 0.0 if latency is None else seconds_of(latency, "--latency"), chosen)
     if probe is None:
         raise LabError("a network is missing. Give --link 1gbit --workers 4, or --probe probe.json.")
-    return MeasuredNetwork(probe)
+    return MeasuredNetwork(probe.timings, probe.workers)
 
 
 def _step_s(step: str | None, probe: Probe | None) -> float:

@@ -70,11 +70,14 @@ class Outcome:
     curve: tuple[Point, ...] = ()
     validations: tuple[Point, ...] = ()
     without_link: bool = False
+    changed_to: str | None = None
+    """The plan at the end, if the run has changed it."""
 
     @property
     def label(self) -> str:
-        """The plan, and whether it ran without the slow link of the others."""
-        return label(self.plan, self.without_link)
+        """The plan, what the run changed it to, and whether it ran without the slow link of the others."""
+        plan = self.plan if self.changed_to is None else f"{self.plan} -> {self.changed_to}"
+        return label(plan, self.without_link)
 
     @property
     def reached(self) -> bool:
@@ -86,7 +89,7 @@ def read_outcome(run: Run, folder: Path, only_worker: int | None = None) -> Outc
     """Read the outcome of a run from its folder. With `only_worker`, the folder has the files of that worker alone."""
     workers = range(run.workers) if only_worker is None else [only_worker]
     reports = [Tail(progress_file(folder, worker)).read() for worker in workers]
-    parameters = _parameters(run, folder, reports)
+    about = _about(run, folder, reports)
     points, lasts = curve(reports), [of_one[-1] for of_one in reports]
     first = lasts[0]
     validations = validation_points(reports[0])
@@ -94,7 +97,8 @@ def read_outcome(run: Run, folder: Path, only_worker: int | None = None) -> Outc
     losses |= {"loss_start": (validations or points)[0].loss, "loss_final": (validations or points)[-1].loss}
     return Outcome(
         plan=str(laconic.plan(run.plan)),
-        parameters=parameters,
+        parameters=int(about["parameters"]),
+        changed_to=about.get("changed_to"),
         workers=run.workers,
         steps=first.step,
         seconds=first.seconds,
@@ -114,20 +118,20 @@ def read_outcome(run: Run, folder: Path, only_worker: int | None = None) -> Outc
     )
 
 
-def _parameters(run: Run, folder: Path, reports: Sequence[Sequence[Progress]]) -> int:
-    """The number of parameters that the run trained. Refuses a script that did not report, or ran another plan."""
+def _about(run: Run, folder: Path, reports: Sequence[Sequence[Progress]]) -> dict[str, Any]:
+    """What worker 0 wrote about the run. Refuses a script that did not report, or ran another plan."""
     if not all(reports):
         raise LabError(
             f"{run.title}: it ended without a report from every worker. Call session.report(loss=...) after each step "
             "on every worker, where session = laconic.attach(laconic.plan_from_env(), model, optimizer)."
         )
-    about = json.loads((folder / ABOUT).read_text())
+    about: dict[str, Any] = json.loads((folder / ABOUT).read_text())
     if about["plan"] != repr(laconic.plan(run.plan)):
         raise LabError(
             f"{run.title}: it was started with plan {laconic.plan(run.plan)} and ran {about['plan']}. "
             "Attach laconic.plan_from_env()."
         )
-    return int(about["parameters"])
+    return about
 
 
 def _by_worker(folder: Path, lasts: Sequence[Progress]) -> dict[str, Any]:

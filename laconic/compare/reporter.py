@@ -91,10 +91,11 @@ class CompareReporter(StepObserver):
     def attached(self, session: Session) -> None:
         """Open the files and start the clock, at the same time on all workers."""
         importlib.import_module("torch._dynamo")  # an optimizer's first step would: a second that is not its own
+        self._plan = session.plan
         if self._worker == 0:
             parameters = sum(p.numel() for p in session.parameters.values())
-            about = {"plan": repr(session.plan), "parameters": parameters}
-            (self._folder / ABOUT).write_text(json.dumps(about))
+            self._about = {"plan": repr(session.plan), "parameters": parameters}
+            (self._folder / ABOUT).write_text(json.dumps(self._about))
             self._write_files()
         atexit.register(self._end)
         self._file = progress_file(self._folder, self._worker).open("w", buffering=1)
@@ -114,6 +115,10 @@ class CompareReporter(StepObserver):
     def report(self, session: Session, loss: float | Tensor, tokens: int, validation: Validation | None = None) -> bool:
         """Write the progress after a step; return whether the run has reached its goal."""
         value = number(loss)
+        if session.plan is not self._plan:
+            self._plan = session.plan
+            if self._worker == 0:
+                (self._folder / ABOUT).write_text(json.dumps({**self._about, "changed_to": repr(session.plan)}))
         self._tokens += tokens
         self._check.validates |= validation is not None
         validated = self._validate(session, validation, self._check.is_last(session.step))

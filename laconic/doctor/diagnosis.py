@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from laconic.checks.outliers import names
+from laconic.compare.host import host_id
 from laconic.doctor.data import check_data, compare_data
 from laconic.doctor.finding import Finding, finding, has_problem, merged
 from laconic.doctor.machine import check_machine, compare_versions, versions_here
 from laconic.doctor.script import ScriptRun, WorkerExit, check_handshake, open_store, run_as_worker, run_here
-from laconic.doctor.workers import Workers, check_connections, find_workers, first_line, host_id
+from laconic.doctor.workers import Workers, check_connections, find_workers, first_line
 
 
 def check_here(data: Path | None = None, script: ScriptRun | None = None) -> list[Finding]:

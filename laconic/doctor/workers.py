@@ -6,13 +6,10 @@ cannot connect every worker to every other. Links go from each worker to the nex
 
 import contextlib
 import json
-import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
@@ -78,13 +75,6 @@ def find_workers(environ: Mapping[str, str], timeout_s: float) -> Workers:
     store = TCPStore(address, port, count, opens, timeout, wait_for_workers=False, multi_tenant=True)
     prefix = f"laconic/doctor/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return Workers(PrefixStore(prefix, store), own, count, timeout_s)
-
-
-def host_id() -> str:
-    """Return what tells hosts apart: the name, the kernel's boot id and the network namespace."""
-    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    parts = [boot.read_text().strip(), os.readlink(network)] if boot.exists() and network.exists() else []
-    return " ".join([socket.gethostname(), *parts])
 
 
 def check_connections(workers: Workers) -> list[Finding]:

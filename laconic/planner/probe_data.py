@@ -1,7 +1,8 @@
 """What a probe has measured, and its file.
 
-Units are SI: seconds, bytes, bits per second. Every sample is kept; `seconds` is the median. A sample of several
-workers is that of the slowest one. This file imports no torch.distributed, so that a prediction needs no network.
+Units are SI: seconds, bytes, bits per second. Every sample is kept; `seconds` is the median. A sample of a collective
+is the time of the slowest worker; of computation, the mean over the workers, which compute at the same time. This file
+imports no torch.distributed, so that a prediction needs no network.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from statistics import median, quantiles
 from laconic.atomic_write import write_atomically
 from laconic.ledger import wire_bytes
 from laconic.planner.decode import DecodeError, decode
-from laconic.planner.fit import Fit, fit
+from laconic.planner.fit import Fit, fit, interpolated
 
 FORMAT = 1
 """Of the file. A change that old code cannot read raises it."""
@@ -134,17 +135,19 @@ class CopyTiming:
 class StepTiming:
     """The seconds of training steps without synchronising, while all workers compute.
 
-    `samples` are whole steps, the others their parts; a script reports whole steps alone.
+    `samples` are whole steps, the others their parts; a script reports whole steps alone. `by_worker` has the median of
+    each worker: a straggler is there.
     """
 
     samples: tuple[float, ...]
     forward_s: tuple[float, ...] = ()
     backward_s: tuple[float, ...] = ()
     optimizer_s: tuple[float, ...] = ()
+    by_worker: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         check_samples(self.samples)
-        for parts in (self.forward_s, self.backward_s, self.optimizer_s):
+        for parts in (self.forward_s, self.backward_s, self.optimizer_s, self.by_worker):
             check_samples(parts or self.samples)
 
     @property
@@ -211,13 +214,21 @@ class Probe:
         """The workers in one group of each level that was measured."""
         return {each.level: each.workers for each in self.timings}
 
-    def fit(self, op: str, level: str = WORLD) -> Fit:
-        """Fit latency and bandwidth of a collective."""
+    def of(self, op: str, level: str = WORLD) -> list[Timing]:
+        """Return the timings of a collective."""
         chosen = [each for each in self.timings if each.op == op and each.level == level]
         if not chosen:
             known = ", ".join(f"{op} of {level!r}" for op, level in {(t.op, t.level): None for t in self.timings})
-            raise ValueError(f"fit({op!r}, {level!r}): it was not measured. Measured: {known or 'none'}.")
-        return fit(chosen)
+            raise ValueError(f"{op} of {level!r} was not measured. Measured: {known or 'none'}.")
+        return chosen
+
+    def fit(self, op: str, level: str = WORLD) -> Fit:
+        """Fit latency and bandwidth of a collective."""
+        return fit(self.of(op, level))
+
+    def seconds(self, op: str, payload_bytes: float, level: str = WORLD) -> float:
+        """Return the seconds of a collective of any size, interpolated between those measured."""
+        return interpolated(self.of(op, level), payload_bytes)
 
     def codec_seconds(self, plan: str) -> float | None:
         """Return the seconds of a plan's own computation, by its text as a plan prints it; None if not measured."""

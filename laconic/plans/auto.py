@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from laconic.plans.methods import diloco
+from laconic.plans.methods import power_sgd
 from laconic.plans.plan import Plan
 
 
 @dataclass(frozen=True, repr=False)
 class AutoPlan(Plan):
-    """Begins as `diloco()`, which sends least, until its observer has measured enough to choose."""
+    """Begins as `power_sgd()`, which sends little and keeps the workers equal, until its observer can choose."""
 
     observer: ClassVar[str] = "laconic.planner.auto:observer"
 
@@ -27,5 +27,5 @@ def auto() -> Plan:
     >>> auto()
     auto()
     """
-    start = diloco()
-    return AutoPlan(start.schedule, start.codec, start.outer)
+    start = power_sgd()
+    return AutoPlan(start.schedule, start.codec)

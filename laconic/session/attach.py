@@ -153,8 +153,12 @@ def attach(
     except BaseException:
         known.close()
         raise
-    for observer in observers:
-        session.observe(observer)
+    try:
+        for observer in observers:
+            session.observe(observer)
+    except BaseException:
+        session.detach()
+        raise
     return session
 
 

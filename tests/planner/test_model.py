@@ -12,7 +12,7 @@ from laconic.planner.collectives import Formula, hierarchical_s
 from laconic.planner.faults import checkpoint_every_s, goodput, slowest_of, straggling_s
 from laconic.planner.measured_network import MeasuredNetwork
 from laconic.planner.predict import Prediction, Scenario
-from laconic.planner.probe_data import CopyTiming, ModelShapes, Probe, Timing
+from laconic.planner.probe_data import Timing
 from laconic.planner.shapes import from_count
 from laconic.planner.timeline import Message, timeline
 
@@ -85,10 +85,7 @@ def _timings(op: str, seconds_of) -> list[Timing]:
 
 def test_a_measured_network():
     timings = _timings("all_reduce", lambda n: 6 * 1e-3 + 1.5 * n * 8 / 8e6)
-    probe = Probe(
-        4, ((0, 1, 2, 3),), "cpu", "gloo", 1, tuple(timings), (), CopyTiming(8, (1e-3,)), ModelShapes("m", {})
-    )
-    network = MeasuredNetwork(probe)
+    network = MeasuredNetwork(timings, 4)
     assert network.seconds("all_reduce", 10_000, 4) == pytest.approx(6e-3 + 0.015)
     assert network.seconds("all_reduce", 1, 4) == pytest.approx(7.5e-3)  # the smallest that was measured
     assert network.seconds("all_reduce", 3 * MB, 4) == pytest.approx(6e-3 + 4.5, rel=1e-3)
