@@ -18,6 +18,7 @@ from laconic.cli.migrate import migrate
 from laconic.cli.plan import plan
 from laconic.cli.probe import probe
 from laconic.cli.serve import serve
+from laconic.cli.simulate import simulate
 from laconic.cli.train import train
 from laconic.compare.failures import WorkerError
 from laconic.compare.launch import Stopped, stoppable
@@ -55,6 +56,7 @@ app.command()(doctor)
 app.command()(probe)
 app.command()(serve)
 app.command()(plan)
+app.command()(simulate)
 
 
 def main() -> None:

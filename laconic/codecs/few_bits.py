@@ -45,9 +45,15 @@ def encode(rows: Tensor, bits: int, counts: Tensor | None = None, noise: Tensor 
     return torch.cat([step[:, None].view(torch.uint8), pack_bits(codes, bits)], dim=1)
 
 
+def scales(messages: Tensor) -> Tensor:
+    """Return the bf16 number [..., 1] that each message [..., width] begins with."""
+    # `contiguous()` keeps the strides of an empty shard, and no view of another dtype fits them.
+    return messages[..., :SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+
+
 def decode(messages: Tensor, bits: int, count: int, dtype: torch.dtype) -> Tensor:
     """Decode messages [..., width] into rows [..., count]."""
-    step = messages[..., :SCALE_BYTES].contiguous().view(torch.bfloat16).to(dtype)
+    step = scales(messages).to(dtype)
     codes = unpack_bits(messages[..., SCALE_BYTES:], bits, count).to(dtype)
     return codes.sub_(_zero(bits)).mul_(step)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol, TypeAlias
 
 import torch
@@ -66,11 +67,9 @@ def reduce_in_shards(tensors: Tensors, codec: Rows, state: State, turn: int | No
         mean_of_mine[torch.arange(codec.row, device=rows.device) >= counts[:, None]] = 0
     keys = shards.keys(turn, workers)
     second = codec.encode(mean_of_mine, counts, None if keys is None else keys[mine])
-    most = max(shards.sizes)
-    padded = torch.nn.functional.pad(second, (0, 0, 0, most - len(second)))
+    padded = torch.nn.functional.pad(second, (0, 0, 0, shards.most - len(second)))
     gathered = yield Gather(padded)  # [workers, most, bytes]
-    whole = torch.cat([part[:size] for part, size in zip(gathered, shards.sizes, strict=True)])
-    means = codec.decode(whole[shards.inverse], rows.dtype)
+    means = codec.decode(gathered.flatten(0, 1)[shards.places], rows.dtype)
 
     def own() -> dict[str, Tensor]:
         amount = codec.decode(sent, rows.dtype)
@@ -86,23 +85,24 @@ class Shards:
     def __init__(self, tensors: Tensors, row: int, workers: int) -> None:
         device = next(iter(tensors.values())).device
         self.row, self.shapes = row, {name: t.shape for name, t in tensors.items()}
-        owned: list[list[Tensor]] = [[] for _ in range(workers)]
-        sizes = [0] * workers
-        counts, keys, at = [], [], 0
+        owners, counts, keys = [], [], []
+        sizes = torch.zeros(workers, dtype=torch.int64)
         for name, shape in self.shapes.items():
             rows, key = -(-shape.numel() // row), zlib.crc32(name.encode())
-            for part in range(workers):
-                first, end = part * rows // workers, (part + 1) * rows // workers
-                owner = (key + part) % workers  # so that small tensors are spread
-                owned[owner].append(torch.arange(at + first, at + end, device=device))
-                sizes[owner] += end - first
+            index, bounds = torch.arange(rows, device=device), torch.arange(workers + 1) * rows // workers
+            part = ((index + 1) * workers - 1) // max(1, rows)  # part p ends at bounds[p + 1]
+            owners.append((part + key) % workers)  # so that small tensors are spread
+            sizes += bounds.diff().roll(key % workers)
             counts += [torch.full((rows - 1,), row), torch.tensor([shape.numel() - (rows - 1) * row])]
-            keys.append(torch.arange(rows, device=device) + (key << 24))
-            at += rows
-        self.sizes = tuple(sizes)
-        self.starts = [sum(sizes[:worker]) for worker in range(workers + 1)]
-        self.order = torch.cat([indices for each in owned for indices in each])
+            keys.append(index + (key << 24))
+        self.sizes: tuple[int, ...] = tuple(sizes.tolist())
+        self.starts = [0, *accumulate(self.sizes)]
+        self.most = max(self.sizes)
+        owner, starts = torch.cat(owners), torch.tensor(self.starts, device=device)
+        self.order = owner.argsort(stable=True)
         self.inverse = self.order.argsort()
+        self.places = owner * self.most + self.inverse - starts[owner]
+        """Where each row is among the gathered shards, each of which is padded to `most` rows."""
         is_padded = any(shape.numel() % row for shape in self.shapes.values())
         self.counts = torch.cat(counts).to(device) if is_padded else None
         self._keys = torch.cat(keys)

@@ -99,7 +99,7 @@ class TopK:
         if self.bits is None:
             values = encoded.contiguous().view(torch.float32).to(dtype)
         else:
-            mean = encoded[..., : few_bits.SCALE_BYTES].contiguous().view(torch.bfloat16).to(dtype)
+            mean = few_bits.scales(encoded).to(dtype)
             codes = few_bits.unpack_bits(encoded[..., few_bits.SCALE_BYTES :], self.bits, self.kept)
             values = torch.where(codes > 1, mean * _LEVELS[1], mean * _LEVELS[0]) * ((codes & 1).to(dtype) * 2 - 1)
         places = few_bits.unpack_indices(messages[..., size:], self._place_bits, self.kept)

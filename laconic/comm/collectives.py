@@ -66,9 +66,8 @@ def sums_exactly(dtype: torch.dtype, workers: int) -> bool:
 def _wide_mean(x: Tensor, workers: int, group: Group | None) -> Generator[Any, None, Tensor]:
     """Average one shard of `x` on each worker, then gather the shards: one copy of `x` in extra memory."""
     flat = x.contiguous().view(-1)
-    share = -(-flat.numel() // workers)  # rounded up: the last shards may be smaller, or empty
-    shards = [max(0, min(share, flat.numel() - worker * share)) for worker in range(workers)]
-    me = dist.get_rank(group)
+    shards = shards_of(flat.numel(), workers)
+    share, me = shards[0], dist.get_rank(group)
     buffer = flat.new_empty(workers * share)
     received = buffer[: workers * shards[me]]
     in_bytes = [size * flat.element_size() for size in shards]
@@ -77,12 +76,28 @@ def _wide_mean(x: Tensor, workers: int, group: Group | None) -> Generator[Any, N
     )
     rows = received.view(workers, shards[me]).unbind()
     mine = flat.new_empty(share)
-    for start in range(0, shards[me], BLOCK):  # in blocks that stay in a core's cache, without large temporaries
-        end = min(start + BLOCK, shards[me])
-        mine[start:end] = mean([row[start:end] for row in rows])
+    mean_in_blocks(rows, mine)
     gathered = list(_as_bytes(buffer).view(workers, -1).unbind())
     yield dist.all_gather(gathered, _as_bytes(mine), group=group, async_op=True)
     return flat.copy_(buffer[: flat.numel()]).view(x.shape)
+
+
+def shards_of(count: int, workers: int) -> list[int]:
+    """Return how many of `count` elements each worker averages: the last shards may be smaller, or empty.
+
+    >>> shards_of(10, workers=4)
+    [3, 3, 3, 1]
+    """
+    share = -(-count // workers)
+    return [max(0, min(share, count - worker * share)) for worker in range(workers)]
+
+
+def mean_in_blocks(rows: Sequence[Tensor], into: Tensor) -> None:
+    """Write the mean of flat tensors, in blocks that stay in a core's cache, without large temporaries."""
+    count = rows[0].numel()
+    for start in range(0, count, BLOCK):
+        end = min(start + BLOCK, count)
+        into[start:end] = mean([row[start:end] for row in rows])
 
 
 def _as_bytes(x: Tensor) -> Tensor:

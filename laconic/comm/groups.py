@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from laconic.comm.in_process import InProcessGroup, InProcessQueue
 from laconic.comm.queue import CollectiveQueue
 from laconic.comm.timeout import check_timeout_s
 from laconic.ledger import Ledger
@@ -51,6 +52,8 @@ class Levels:
         self._queues: dict[Level, CollectiveQueue] = {None: self.world, self.world.workers: self.world}
 
     def _queue(self, group: dist.ProcessGroup | None, name: str) -> CollectiveQueue:
+        if isinstance(group, InProcessGroup):
+            return InProcessQueue(group, self._ledger, name)
         return CollectiveQueue(group, self._ledger, name, timeout_s=self._timeout_s, device=self._device)
 
     @property
@@ -152,6 +155,8 @@ class Levels:
     def _group(self, size: int) -> dist.ProcessGroup | None:
         if self._whole is None or size == 1:
             return None
+        if isinstance(self._whole, InProcessGroup):
+            return self._whole.part(size)
         if self._given:
             return self._given[size]
         self._made.append(subgroup_of(self._whole, size))

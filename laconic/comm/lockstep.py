@@ -7,7 +7,8 @@ things get an error that names them, where a network would hang. `in_turn` makes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,11 +33,23 @@ from laconic.comm.requests import (
 )
 from laconic.ledger import Ledger
 
+Means: TypeAlias = Callable[[Sequence[Mean]], Tensor]
+"""Returns the mean of what every worker asks `Mean` for."""
 
-def lockstep(exchanges: Sequence[Exchange], ledger: Ledger | None = None, phase: str = "test") -> list[Averaged]:
+
+def exact_mean(requests: Sequence[Mean]) -> Tensor:
+    """Average by differences from the first, in float64: equal inputs come back, and half precision loses nothing."""
+    xs = torch.stack([request.x for request in requests])
+    first = xs[0].double()
+    return (first + (xs.double() - first).mean(0)).to(xs.dtype)
+
+
+def lockstep(
+    exchanges: Sequence[Exchange], ledger: Ledger | None = None, phase: str = "test", mean: Means = exact_mean
+) -> list[Averaged]:
     """Run one exchange a worker to its end and return each worker's result.
 
-    `ledger` records what worker 0 would have sent.
+    `ledger` records what worker 0 would have sent. `mean` computes means; `ring.gloo_mean` as processes do.
     """
     if not exchanges:
         return []
@@ -56,7 +69,7 @@ def lockstep(exchanges: Sequence[Exchange], ledger: Ledger | None = None, phase:
         if ledger is not None and not isinstance(first, Decide):
             size, own = payload_bytes(first), own_bytes(first, 0)
             ledger.record(operation(first), size, len(exchanges), phase=phase, round_=round_, own=own)
-        answers = list(serve(pending))
+        answers = list(serve(pending, mean))
 
 
 def in_turn(exchanges: Sequence[Exchange]) -> Exchange:
@@ -74,20 +87,26 @@ def in_turn(exchanges: Sequence[Exchange]) -> Exchange:
                 held.append((exchange, request.ok))
                 break
             answer = yield request
-    ok = all_true([*(ok for _, ok in held), *(end.finite() for end in ends)]) if held or ends else true()
+    undecided = [end.finite for end in ends if not end.decided]
+    ok = all_true([*(ok for _, ok in held), *(finite() for finite in undecided)]) if held else true()
     verdict = yield Decide(ok)
     for exchange, _ in held:
         end = _advance(exchange, verdict)
         assert isinstance(end, Averaged), "Decide is the last request of an exchange"
         ends.append(end)
     mean = {name: t for end in ends for name, t in end.mean.items()}
-    own = [end.own for end in ends]
-    return Averaged(mean, lambda: {name: t for each in own for name, t in each().items()}, lambda: verdict, True)
+    own, each_finite = [end.own for end in ends], [end.finite for end in ends]
+    return Averaged(
+        mean,
+        lambda: {name: t for each in own for name, t in each().items()},
+        lambda: all_true([verdict, *(finite() for finite in each_finite)]),
+        decided=True,
+    )
 
 
 def _placed(exchange: Exchange, answer: Tensor | None, worker: int, workers: int) -> Request | Decide | Averaged:
-    """Advance an exchange to the next request that the others take part in."""
-    request = _advance(exchange, answer)
+    """Advance an exchange to the next request that the others take part in; an answer is a copy of its own."""
+    request = _advance(exchange, None if answer is None else answer.clone())
     while isinstance(request, Rank):
         request = _advance(exchange, rank_of(worker, workers))
     return request
@@ -101,8 +120,8 @@ def _advance(exchange: Exchange, answer: Tensor | None) -> Request | Decide | Ra
         return result
 
 
-def serve(requests: Sequence[Request | Decide]) -> list[Tensor]:
-    """Return the results of the same request of every worker."""
+def serve(requests: Sequence[Request | Decide], mean: Means = exact_mean) -> list[Tensor]:
+    """Return the results of the same request of every worker; where they are equal, one tensor for all."""
     first = requests[0]
     if isinstance(first, Decide):
         verdict = all_true([request.ok for request in requests if isinstance(request, Decide)])
@@ -110,15 +129,10 @@ def serve(requests: Sequence[Request | Decide]) -> list[Tensor]:
     if isinstance(first, AllToAll):
         parts = [request.x.split(request.rows) for request in requests if isinstance(request, AllToAll)]
         return [torch.stack(rows) for rows in zip(*parts, strict=True)]
+    if isinstance(first, Mean):
+        return [mean([request for request in requests if isinstance(request, Mean)])] * len(requests)
     xs = torch.stack([request.x for request in requests if not isinstance(request, Decide)])
-    answer = _mean(xs) if isinstance(first, Mean) else xs[first.worker] if isinstance(first, First) else xs
-    return [answer.clone() for _ in requests]
-
-
-def _mean(xs: Tensor) -> Tensor:
-    """Average by differences from the first, in float64: equal inputs come back, and half precision loses nothing."""
-    first = xs[0].double()
-    return (first + (xs.double() - first).mean(0)).to(xs.dtype)
+    return [xs[first.worker] if isinstance(first, First) else xs] * len(requests)
 
 
 def _check_same(requests: Sequence[Request | Decide | Averaged], round_: int) -> None:

@@ -217,11 +217,11 @@ def check_sharded(model: nn.Module, units: Sequence[Unit], plan: Plan, group: di
             f"attach: {whole[0]} is trained and not sharded, so its gradient is not averaged inside a replica. Call "
             "fully_shard(model) on the whole model last, or freeze it."
         )
+    sharded = {name: p for name, p in model.named_parameters() if isinstance(p, sharding.DTensor)}
+    if not sharded or (units and all(_same_workers(unit.replicas, group) for unit in units)):
+        return
     me, ranks = dist.get_rank(), set(dist.get_process_group_ranks(group))
-    taken_over = bool(units) and all(_same_workers(unit.replicas, group) for unit in units)
-    for name, p in model.named_parameters():
-        if not isinstance(p, sharding.DTensor) or taken_over:
-            continue
+    for name, p in sharded.items():
         others = sorted(ranks & set(p.device_mesh.mesh.flatten().tolist()) - {me})
         if others:
             raise ValueError(

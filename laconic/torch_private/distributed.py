@@ -9,8 +9,10 @@ from operator import attrgetter
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -86,3 +88,59 @@ def _timeout_of(group: ProcessGroup) -> timedelta | None:
         return None
     backend = group._get_backend(torch.device("cpu"))
     return backend.options._timeout if str(backend.name()).lower() == "gloo" else None
+
+
+class LocalGroup(ProcessGroup):
+    """A process group without a backend: every worker gets its own tensors back.
+
+    For models in one process that are equal from the start. DDP calls it when it is made, and when it rebuilds its
+    buckets; gradients go through the hook of a session.
+    """
+
+    def __init__(self, rank: int, workers: int) -> None:
+        super().__init__(rank, workers)  # type: ignore[call-arg]  # also without a store, whatever the stub says
+        self._rank, self._workers = rank, workers
+
+    def rank(self) -> int:
+        """Return the rank of this worker."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of workers."""
+        return self._workers
+
+    def getBackendName(self) -> str:
+        """Return the name that DDP logs."""
+        return "local"
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *_: object) -> dist.Work:  # type: ignore[override]
+        """Give this worker its own tensor for all others."""
+        for rows, x in zip(outputs, inputs, strict=True):
+            for row in rows:
+                row.copy_(x)
+        return _Done(outputs)
+
+    def allreduce(self, tensors: list[Tensor], *_: object) -> dist.Work:  # type: ignore[override]
+        """Change nothing."""
+        return _Done(tensors)
+
+    def broadcast(self, tensors: list[Tensor], *_: object) -> dist.Work:  # type: ignore[override]
+        """Change nothing."""
+        return _Done(tensors)
+
+
+class _Done(dist.Work):
+    """A collective that has ended."""
+
+    def __init__(self, result: object) -> None:
+        super().__init__()
+        self._future: Future[object] = Future()
+        self._future.set_result(result)
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return at once."""
+        return True
+
+    def get_future(self) -> Future[object]:
+        """Return a future that has its result."""
+        return self._future

@@ -14,6 +14,7 @@ from laconic.algorithms.model_averaging.utils import average_parameters
 from laconic.checkpoint.workers import lowest_and_highest
 from laconic.comm.groups import subgroup_of
 from laconic.torch_private.distributed import (
+    LocalGroup,
     backend_name,
     default_store,
     destroy_group,
@@ -93,3 +94,14 @@ def _remade(worker: int) -> list[str]:
 def test_groups_that_are_made_again_have_new_names():
     first, second = run_workers(_remade, 2)
     assert first == second and len(set(first)) == 5
+
+
+def test_a_local_group_is_enough_for_ddp():
+    groups = [LocalGroup(rank, 2) for rank in range(2)]
+    assert [(group.rank(), group.size()) for group in groups] == [(0, 2), (1, 2)]
+    for group in groups:
+        model = DDP(torch.nn.Linear(2, 1), process_group=group)
+        for step in range(3):  # DDP rebuilds its buckets after the first
+            model.zero_grad()
+            model(torch.full((1, 2), float(step))).sum().backward()
+        assert model.module.weight.grad.tolist() == [[1.0, 1.0]]  # 2 / 2 workers: nothing comes from the other

@@ -42,17 +42,15 @@ class ShardTiles:
         some = next(iter(tensors.values()))
         self.codec, self.shards, self.worker, self.dtype, self.device = codec, shards, worker, some.dtype, some.device
         self.workers = len(shards.sizes)
-        self.start, self.mine, self.most = shards.starts[worker], shards.sizes[worker], max(shards.sizes)
+        self.start, self.mine, self.most = shards.starts[worker], shards.sizes[worker], shards.most
         self.numels = [t.numel() for t in tensors.values()]
         position = shards.inverse.cpu()
-        owners = torch.bucketize(position, torch.tensor(shards.starts[1:]), right=True)
-        gathered_at = owners * self.most + position - torch.tensor(shards.starts)[owners]
         self._position = position
         self._common: dict[str, Any] = {
             "position": position.int().to(self.device), "KIND": KINDS[self.dtype], "BITS": codec.bits,
             "BLOCK": codec.block, "ROWS": rows_a_program(codec.block), "ADD": add,
         }  # fmt: skip
-        self._gathered_at = gathered_at.int().to(self.device)
+        self._gathered_at = shards.places.int()
         self._rows = [-(-numel // codec.block) for numel in self.numels]
         first_rows = [sum(self._rows[:i]) for i in range(len(self._rows))]
         self._common["tensors"] = torch.tensor(list(zip(self.numels, first_rows, strict=True))).to(self.device)

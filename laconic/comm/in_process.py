@@ -1,0 +1,241 @@
+"""Workers as threads of one process: they meet at their collectives, and the last to arrive serves all.
+
+For the simulator. Sessions run unchanged on an `InProcessGroup`: their queues pass exchanges to a `Meeting`, where all
+workers' exchanges advance in lockstep, with the bits of gloo's collectives (`ring.py`). A few threads compute at a
+time; the others wait for their turn.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from laconic.checks.errors import LostWorkerError
+from laconic.checks.outliers import names
+from laconic.comm.lockstep import in_turn, lockstep
+from laconic.comm.queue import CollectiveQueue
+from laconic.comm.requests import AllToAll, Exchange, First, Gather, Mean, operation, payload_bytes
+from laconic.comm.ring import gloo_mean
+from laconic.comm.running import Batch, Running
+from laconic.ledger import Ledger
+from laconic.torch_private.distributed import LocalGroup
+
+Members: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a meeting, and to which of its exchanges it belongs."""
+
+    op: str
+    payload_bytes: int
+    phase: str
+    step: int
+    exchange: int
+
+
+Served: TypeAlias = Callable[[Members, list[Collective]], None]
+
+
+@dataclass(eq=False)
+class _Meeting:
+    """The exchanges of the workers that have arrived, and how often all have."""
+
+    arrived: dict[int, Exchange] = field(default_factory=dict)
+    sent: list[Collective] = field(default_factory=list)
+    rounds: int = 0
+
+
+class Meetings:
+    """Where the threads of a run meet.
+
+    `at_once` is how many threads may compute at a time. With `first_ahead`, worker 0 goes on first after each meeting,
+    until it waits again: the others may then read what it has written. `served` is told of all collectives.
+    """
+
+    def __init__(self, workers: int, at_once: int, first_ahead: bool = False, served: Served | None = None) -> None:
+        self.workers = workers
+        self.error: BaseException | None = None
+        """The error that has ended the run."""
+        self._first_ahead = first_ahead
+        self._served = served
+        self._turns = threading.Semaphore(at_once)
+        self._changed = threading.Condition()
+        self._meetings: dict[Members, _Meeting] = {}
+        self._visits, self._barriers = [0] * workers, [0] * workers
+        self._gone: set[int] = set()
+        self._lost: set[int] = set()
+
+    def group(self, worker: int, members: Sequence[int] | None = None) -> InProcessGroup:
+        """Make the group of a worker, of all workers or of some."""
+        return InProcessGroup(self, worker, tuple(range(self.workers) if members is None else members))
+
+    @property
+    def alive(self) -> Members:
+        """The workers that were not lost."""
+        with self._changed:
+            return tuple(worker for worker in range(self.workers) if worker not in self._lost)
+
+    @contextmanager
+    def working(self, worker: int) -> Iterator[None]:
+        """Compute as a worker. An error ends the run for all."""
+        self._turns.acquire()
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            self._turns.release()
+            with self._changed:
+                self._gone.add(worker)
+                self._changed.notify_all()
+
+    def lose(self, worker: int) -> None:
+        """Take a worker out: meetings that it is missing from raise `LostWorkerError`."""
+        with self._changed:
+            self._lost.add(worker)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run: every meeting raises."""
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify_all()
+
+    def meet(self, members: Members, worker: int, exchange: Exchange, sent: list[Collective]) -> None:
+        """Wait for the other members, and run the exchanges of all. `sent` grows while they run."""
+        with self._changed:
+            meeting = self._meetings.setdefault(members, _Meeting())
+            meeting.arrived[worker], now = exchange, meeting.rounds
+            meeting.sent = sent
+            self._visits[worker] += 1
+            last = len(meeting.arrived) == len(members)
+        if last:
+            self._serve(members, meeting)
+        self._wait(lambda: meeting.rounds > now, members, worker)
+
+    def barrier(self, worker: int) -> None:
+        """Wait for all workers that were not lost, also for those that are lost meanwhile."""
+        with self._changed:
+            self._visits[worker] += 1
+            self._barriers[worker] += 1
+            mine = self._barriers[worker]
+        self._wait(
+            lambda: all(self._barriers[each] >= mine for each in range(self.workers) if each not in self._lost),
+            (),
+            worker,
+        )
+
+    def _serve(self, members: Members, meeting: _Meeting) -> None:
+        with torch.no_grad():
+            lockstep([meeting.arrived[each] for each in members], mean=gloo_mean)
+        if self._served is not None and meeting.sent:
+            self._served(members, meeting.sent)
+        with self._changed:
+            meeting.arrived = {}
+            meeting.rounds += 1
+            self._changed.notify_all()
+
+    def _wait(self, over: Callable[[], bool], members: Members, worker: int) -> None:
+        """Let others compute until the meeting is over, and until it is this worker's turn again."""
+        self._turns.release()
+        with self._changed:
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: (
+                    self.error is not None
+                    or (over() and self._may_go_on(worker))
+                    or (not over() and self._lost.intersection(members))
+                )
+            )
+            missing = [] if over() else sorted(self._lost.intersection(members))
+        self._turns.acquire()
+        if self.error is not None:
+            raise RuntimeError("another worker of this simulation has failed.") from self.error
+        if missing:
+            raise LostWorkerError(f"{names(missing)} was lost.", missing)
+
+    def _may_go_on(self, worker: int) -> bool:
+        ahead = not self._first_ahead or worker == 0 or 0 in self._gone
+        return ahead or self._visits[0] > self._visits[worker]
+
+
+class InProcessGroup(LocalGroup):
+    """Some workers of one process, as seen by one of them."""
+
+    def __init__(self, meetings: Meetings, worker: int, members: Members) -> None:
+        super().__init__(members.index(worker), len(members))
+        self.meetings, self.worker, self.members = meetings, worker, members
+
+    def part(self, size: int) -> InProcessGroup:
+        """Return the group of `size` consecutive workers that this one is in."""
+        first = self.rank() // size * size
+        return InProcessGroup(self.meetings, self.worker, self.members[first : first + size])
+
+
+class InProcessQueue(CollectiveQueue):
+    """The queue of one worker: what is submitted runs at the flush, together with what the others submit."""
+
+    def __init__(self, group: InProcessGroup, ledger: Ledger, level: str) -> None:
+        super().__init__(None, ledger, level)
+        self.group, self._place = group, group
+        self.rank, self.workers = group.rank(), group.size()
+        self._submitted: list[Running] = []
+
+    def submit_all(
+        self,
+        exchanges: Sequence[Exchange],
+        phase: str,
+        values: Sequence[Tensor],
+        futures: Sequence[Future[Tensor]],
+        quiet: bool = False,
+    ) -> list[Running]:
+        """Keep exchanges for the flush."""
+        batch = Batch(list(values), list(futures), len(exchanges), quiet)
+        started = [Running(exchange, batch, phase, self.ledger.step) for exchange in exchanges]
+        self._submitted += started
+        return started
+
+    def flush(self, void: bool = False) -> None:
+        """Run all that was submitted, and wait for it."""
+        running, self._submitted = self._submitted, []
+        if not running:
+            return
+        sent: list[Collective] = []
+        exchanges = [self._recorded(each, index, sent) for index, each in enumerate(running)]
+        place = self._place
+        try:
+            place.meetings.meet(place.members, place.worker, in_turn(exchanges), sent)
+        except BaseException as error:
+            self.broken = error
+            for each in running:
+                each.batch.fail(error)
+            if not all(each.batch.quiet for each in running):
+                raise
+
+    def _recorded(self, running: Running, index: int, sent: list[Collective]) -> Exchange:
+        """Run an exchange, record its collectives, and complete the futures of its caller."""
+        answer: Tensor | None = None
+        while True:
+            try:
+                # The first send starts the generator: it must be None, whatever the annotation says.
+                request = running.exchange.send(answer)  # type: ignore[arg-type]
+            except StopIteration as stop:
+                running.result, running.ended = stop.value, True
+                running.batch.one_ended()
+                return running.result
+            answer = yield request
+            if isinstance(request, Mean | Gather | AllToAll | First) and self.workers > 1:
+                running.request, running.launched_s = request, time.perf_counter()
+                running.round += 1
+                running.record(self.ledger, self.rank, self.workers, self.level)
+                sent.append(Collective(operation(request), payload_bytes(request), running.phase, running.step, index))
