@@ -114,6 +114,7 @@ class Prediction:
         """List what workers tell each other beside the data."""
         s, schedule = self.scenario, self.plan.schedule
         found: list[Sent] = []
+        first = 1.0 if s.shapes.layers else None  # before any data
         for place in range(self.cycle):
             for sync in self.plan.syncs_at(schedule.start + place):
                 weights, (level, size) = sync.payload is Payload.WEIGHTS, self._level(sync)
@@ -122,7 +123,7 @@ class Prediction:
                 passed += [DIGEST_BYTES] if whole and schedule.period > 1 else []
                 sent = tuple(("all_gather", float(n), float(wire_bytes("all_gather", n, size))) for n in passed)
                 if size > 1 and sent:
-                    found.append(Sent(place, None, 0.0, level, size, sent, 0, False))
+                    found.append(Sent(place, first, 0.0, level, size, sent, 0, False))
         return found
 
     def _level(self, sync: Sync) -> tuple[str, int]:
