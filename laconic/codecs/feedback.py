@@ -158,6 +158,8 @@ def has_feedback(codec: object) -> bool:
     if isinstance(codec, ErrorFeedback):
         return True
     parts = [getattr(codec, f.name) for f in fields(codec)] if is_dataclass(codec) else []
+    if isinstance(codec, Mapping):  # of `ByName`
+        parts = list(codec.values())
     return any(has_feedback(part) for part in parts)
 
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from torch import nn
 from torch.optim import Optimizer
 
-from laconic import DisagreementError, Session
+from laconic import DisagreementError, Never, Session
 from laconic.elastic.errors import ElasticError, EndedError, ReplacedError, StoreLostError
 from laconic.elastic.group import connect, leave, regroup
 from laconic.elastic.history import History, SnapshotStore
@@ -63,6 +63,11 @@ class Run:
         for word, value in (("every", every), ("save_every", save_every)):
             if value is not None and not is_whole(value):
                 raise ValueError(f"Run({word}={value!r}): {word} must be a whole number of at least 1.")
+        if isinstance(session.plan.schedule, Never):
+            raise ValueError(
+                "Run(session of alone()): a step is committed when all workers have synchronised, and these never do. "
+                "Choose a plan that synchronises, such as laconic.diloco(), or train without laconic.elastic."
+            )
         self.world, self.session = world, session
         self._save_every = save_every
         store = None if folder is None else SnapshotStore(Path(folder), world.id)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
-from laconic.codecs.feedback import rescale_residuals, return_to_residual
+from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.codecs.feedback import has_feedback, rescale_residuals, return_to_residual
 from laconic.comm.lockstep import lockstep
 from laconic.comm.requests import Mean
 from laconic.ledger import Ledger
@@ -168,3 +168,9 @@ def test_a_wide_mean_is_not_joined_with_another() -> None:
     ledger = Ledger()
     lockstep([ByShape(LowRank(rank=1), rest=Exact(wide=True)).average(given, {}) for _ in range(2)], ledger)
     assert [entry.payload_bytes for entry in ledger.entries] == [4 * 20, 4 * 7, 4 * 30]
+
+
+@pytest.mark.parametrize("codec", [ErrorFeedback(Cast("bf16")), ByShape(ErrorFeedback(LowRank(rank=1)))])
+def test_feedback_is_found_inside_other_codecs(codec: Codec) -> None:
+    assert has_feedback(codec) and has_feedback(ByName({"*.embed*": codec}))
+    assert not has_feedback(ByName({"*.embed*": Cast("bf16")}))

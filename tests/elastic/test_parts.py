@@ -229,3 +229,15 @@ def test_run_refuses_wrong_counts(given):
     ):
         elastic.Run(world, session, model, optimizer, **given)
     world.leave()
+
+
+def test_run_refuses_workers_that_never_synchronise():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    world = elastic.join(HashStore(), id=0, silence_s=0.5)
+    with (
+        laconic.attach(laconic.alone(), model, optimizer) as session,
+        pytest.raises(ValueError, match=r"Choose a plan that synchronises, such as laconic.diloco"),
+    ):
+        elastic.Run(world, session, model, optimizer)
+    world.leave()

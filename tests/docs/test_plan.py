@@ -1,0 +1,43 @@
+"""docs/plan.md: its commands parse, its options and JSON keys exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import typer
+
+import laconic
+from laconic.cli.main import app
+from laconic.compare.links import link
+from laconic.planner.collectives import Formula
+from laconic.planner.predict import Scenario
+from laconic.planner.rows import Forecast
+from laconic.planner.shapes import from_count
+
+PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+def test_commands_parse():
+    lines = [part for block in re.findall(r"```\n(.*?)```", PAGE, re.S) for part in re.split(r"\n| && ", block) if part]
+    assert len(lines) >= 4
+    for line in lines:
+        laconic_, name, *arguments = shlex.split(line)
+        assert laconic_ == "laconic"
+        COMMANDS[name].make_context(name, arguments)
+
+
+def test_options_exist():
+    known = {option for parameter in COMMANDS["plan"].params for option in parameter.opts}
+    named = set(re.findall(r"`(--[a-z-]+)", PAGE)) - {"--plan"}
+    assert named and named <= known | {"--json"}
+
+
+def test_keys_of_the_table_exist():
+    forecast = Forecast([laconic.ddp()], Scenario(from_count(1000), 2, Formula(link("1gbit", 2)), 0.1))
+    row = forecast.as_json()["rows"][0]
+    cells = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| ") and "---" not in line]
+    keys = {key for cell in cells for key in re.findall(r"`([a-z_]+)`", cell)}
+    assert len(keys) > 10 and keys <= set(row)
