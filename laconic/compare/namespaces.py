@@ -91,10 +91,10 @@ def keep(levels: list[tuple[int, float]]) -> None:
 def token_bucket(interface: str, rate_bps: float) -> str:
     """The arguments of `tc` that limit an interface to a rate.
 
-    The bucket holds a whole offloaded packet (64 kB), or two milliseconds of a fast link. The queue is long: with a
-    queue that drops packets, one would measure the recovery of TCP.
+    The bucket holds two frames, or two milliseconds of a fast link: what it holds passes at once after a pause, which a
+    real link does not allow. The queue is long: with a queue that drops packets, one would measure the recovery of TCP.
     """
-    burst = max(70_000, int(rate_bps / 8 * 0.002))
+    burst = max(2 * FRAME_BYTES, int(rate_bps / 8 * 0.002))
     limit = burst + max(8_000_000, int(rate_bps / 8 * 0.05))
     return f"qdisc add dev {interface} root tbf rate {rate_bps:.0f}bit burst {burst} limit {limit}"
 

@@ -76,8 +76,8 @@ def transfer(hosts: Hosts, sender: int, receiver: int) -> tuple[float, int, list
     return SENT / (ended - began), counted, interfaces
 
 
-def test_a_bucket_holds_a_whole_offloaded_packet():
-    assert token_bucket("eth0", 1e7) == "qdisc add dev eth0 root tbf rate 10000000bit burst 70000 limit 8070000"
+def test_a_bucket_holds_two_frames_or_two_milliseconds():
+    assert token_bucket("eth0", 1e7) == "qdisc add dev eth0 root tbf rate 10000000bit burst 18000 limit 8018000"
     assert "burst 250000 " in token_bucket("eth0", 1e9)
 
 

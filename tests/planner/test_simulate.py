@@ -90,7 +90,7 @@ def _check_equal(plan: str, workers: int) -> None:
         assert [step.sent_bytes for step in steps] == real[0][1]
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*PLANS[:2], *(pytest.param(each, marks=pytest.mark.slow) for each in PLANS[2:])])
 def test_four_workers_have_the_losses_of_real_processes(plan):
     _check_equal(plan, workers=4)
 
