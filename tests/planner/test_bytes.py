@@ -90,17 +90,16 @@ def _check(texts: tuple[str, ...], workers: int) -> None:
 @pytest.mark.parametrize(
     "schedule",
     [
-        SCHEDULES[0],
         SCHEDULES[4],
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (*SCHEDULES[1:4], SCHEDULES[5])),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (*SCHEDULES[:4], SCHEDULES[5])),
     ],
 )
 def test_planned_bytes_are_those_of_the_ledger(schedule):
     _check(tuple(f"Plan(schedule={schedule}, codec={codec})" for codec in CODECS), 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [3])
+@pytest.mark.nightly
+@pytest.mark.parametrize("workers", [3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_planned_bytes_of_more_workers(schedule, workers):
     _check(tuple(f"Plan(schedule={schedule}, codec={codec})" for codec in CODECS), workers)

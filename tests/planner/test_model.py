@@ -117,7 +117,10 @@ STREAMING = {
 }
 
 
-@pytest.mark.parametrize("text", STREAMING)
+LATER = [pytest.param(each, marks=pytest.mark.slow) for each in list(STREAMING)[2:]]
+
+
+@pytest.mark.parametrize("text", [*list(STREAMING)[:2], *LATER])
 def test_streaming_diloco_table_4(text):
     """Gbit/s for 50, 80, 90, 95 and 99 % utilisation of a 1B model (arXiv:2501.18512), on a grid of 49 steps."""
     shapes = from_count(10**9, layers=24, flat=True)

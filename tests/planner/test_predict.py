@@ -98,6 +98,7 @@ def test_jitter_and_faults():
     assert _of("ddp()", between_faults_s=60.0).goodput > _of("diloco()", between_faults_s=60.0).goodput
 
 
+@pytest.mark.slow
 def test_advice():
     def advised(**options) -> str:
         forecast = Forecast([laconic.plan(text) for text in PLANS], _scenario(**options))

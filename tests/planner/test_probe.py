@@ -54,6 +54,7 @@ def test_two_workers():
     assert (shares[0], shown[-1]) == (0.0, (1.0, "done"))
 
 
+@pytest.mark.slow
 def test_groups_and_a_model_without_a_loss():
     options = ProbeOptions(
         model=f"{__name__}:two_matrices", plans=("power_sgd(rank=1)",), front=False, groups=(2,), longest_s=0.002

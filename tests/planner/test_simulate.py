@@ -90,12 +90,12 @@ def _check_equal(plan: str, workers: int) -> None:
         assert [step.sent_bytes for step in steps] == real[0][1]
 
 
-@pytest.mark.parametrize("plan", [*PLANS[:2], *(pytest.param(each, marks=pytest.mark.slow) for each in PLANS[2:])])
+@pytest.mark.parametrize("plan", [PLANS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in PLANS[1:])])
 def test_four_workers_have_the_losses_of_real_processes(plan):
     _check_equal(plan, workers=4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [3, 4])
 @pytest.mark.parametrize("plan", MORE_PLANS)
 def test_other_plans_and_numbers_of_workers(plan, workers):

@@ -77,6 +77,7 @@ def test_without_jitter_the_clock_alone_is_the_prediction(plan):
     assert (after - before) / 80 == pytest.approx(expected.step_s, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["ddp()", "diloco(period=2)"])
 def test_the_clock_alone_agrees_with_a_simulated_training(plan):
     settings = Settings(plan, 3, 6, layers=1, width=32, heads=2, context=16, batch=2)
@@ -118,6 +119,7 @@ def test_groups_must_divide_the_workers():
         TimeOnly(laconic.plan("post_local_sgd(period=2, group=4)"), from_count(1000), 6, Conditions(1.0))
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_workers():
     given = Conditions(0.05, jitter=0.1, network=Formula(link("200mbit", workers=100_000)))
     outcome = TimeOnly(laconic.plan("diloco()"), from_count(1_000_000), 100_000, given).run(32)

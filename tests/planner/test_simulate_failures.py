@@ -56,6 +56,7 @@ def _train_on_without(worker: int, plan: str, lost: int, commit: int) -> list[fl
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "step", "commit"),
     [("ddp()", 5, 4), ("quantized_ddp()", 5, 4), ("diloco(period=3)", 5, 3)],

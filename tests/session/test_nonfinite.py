@@ -118,7 +118,10 @@ def _late(worker: int, text: str, fused: bool, wrapped: bool) -> tuple[list[Tens
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
-@pytest.mark.parametrize("text", ["ddp()", "power_sgd(rank=2, bits=None, rounds='alternating')"])
+@pytest.mark.parametrize(
+    "text",
+    ["ddp()", pytest.param("power_sgd(rank=2, bits=None, rounds='alternating')", marks=pytest.mark.slow)],
+)
 def test_an_optimizer_that_skips_by_itself_is_not_waited_for(text, wrapped):
     late, at_once = (run_workers(_late, 3, (text, fused, wrapped)) for fused in (True, False))
     for (trace, said, told), (right, _, told_at_once) in zip(late, at_once, strict=True):
@@ -154,7 +157,7 @@ def _skipping(worker: int, wrapped: bool, late: bool) -> tuple[list[Tensor], lis
     return trace, said
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
 def test_a_worker_may_skip_the_step_that_it_has_spoiled(wrapped, late):
     results = run_workers(_skipping, 3, (wrapped, late))
