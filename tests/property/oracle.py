@@ -151,7 +151,8 @@ class Oracle:
         seen: list[Gradients | None] = [dict(each) for each in own]
         for average in averages:
             if average.what == "gradient":
-                self.unsynced.clear()
+                if average.size == self.workers:
+                    self.unsynced.clear()
                 for members in self._groups(average):
                     mean = self._mean_gradient(own, members, reports)
                     for worker in members:

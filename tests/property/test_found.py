@@ -77,6 +77,7 @@ FOUND: list[tuple[str, Setup, list[Program]]] = [
         Setup("post_local", wrap="ddp", features=BRANCH),
         [_steps(2), _change("diloco_groups"), _step(HALF_USED), _change("diloco"), _steps(2)],
     ),
+    ("add_in_groups", Setup("ddp", workers=4), [Training.add, _change("diloco_groups"), _steps(2)]),
     ("change_residuals", Setup("power_sgd_two"), [Training.add, _steps(1), _change("power_sgd_two"), _steps(1)]),
     ("change_residuals", Setup("power_sgd_two"), [_steps(2), _change("ddp"), _steps(34)]),
     ("change_residuals_deltas", Setup("deltas_low_rank"), [_steps(2), _change("ddp"), _steps(1)]),
