@@ -11,6 +11,7 @@ from laconic.compare.links import rate_text
 from laconic.compare.settings import LabError
 from laconic.compare.units import human_bytes, share
 from laconic.planner.checking import finished_runs, terms
+from laconic.planner.hierarchy import short_rate
 from laconic.planner.predict import Prediction, Scenario
 from laconic.planner.rows import Forecast
 
@@ -104,4 +105,4 @@ def _times(value: float | None) -> str:
 
 
 def _rate(value: float | None) -> str:
-    return "-" if value is None else "any" if value <= 0 else rate_text(float(f"{value:.3g}"))
+    return "-" if value is None else "any" if value <= 0 else short_rate(value)

@@ -96,8 +96,7 @@ class Settings:
 
     def command(self, folder: Path) -> list[str]:
         """The command of a worker. It imports laconic from where this process did."""
-        safe_path = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
-        return [sys.executable, *safe_path, "-m", "laconic.compare.lab.script", *self.arguments(folder)]
+        return [sys.executable, *path_option(), "-m", "laconic.compare.lab.script", *self.arguments(folder)]
 
     def results(self, folder: Path) -> dict[str, Any]:
         """The fields of the outcome that the lab's script reports by itself."""
@@ -154,6 +153,11 @@ class Script:
 
 
 Run = Settings | Script
+
+
+def path_option() -> list[str]:
+    """The option of Python with which a worker imports laconic from where this process did."""
+    return [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
 
 
 def label(plan: str, without_link: bool) -> str:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from laconic.cost import meta
+from laconic.planner.advice import WORTH
 from laconic.planner.front import PLANS
 from laconic.planner.measured_network import MeasuredNetwork
 from laconic.planner.meter import Meter
@@ -36,8 +37,6 @@ REPEAT_S = 0.1
 """How long each codec is measured."""
 WARM_UP_STEPS = 2
 MEASURED_STEPS = 8
-WORTH = 1.05
-"""How many times sooner than `ddp()` a plan must be predicted to be, to be chosen instead."""
 
 
 def observer() -> AutoObserver:

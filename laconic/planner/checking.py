@@ -60,11 +60,7 @@ def finished_runs(path: Path) -> list[FinishedRun]:
 
 def terms(prediction: Prediction, run: FinishedRun) -> Sequence[Term]:
     """Compare a prediction with a run, term by term."""
-    talking = sum(
-        prediction.scenario.network.seconds(op, payload, sent.workers)
-        for sent in prediction.sent
-        for op, payload, _ in sent.collectives
-    )
+    talking = sum(sent.seconds(prediction.scenario.network) for sent in prediction.sent)
     return (
         Term("sent by each, bytes", prediction.sent_bytes_per_step, run.wire_bytes / run.steps),
         Term("collectives in flight, s", talking / prediction.cycle, run.talking_seconds / run.steps),

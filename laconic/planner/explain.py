@@ -7,7 +7,8 @@ from laconic.compare.units import human_bytes
 from laconic.planner.collectives import Formula
 from laconic.planner.faults import checkpoint_every_s, slowest_of
 from laconic.planner.front import MEASURED_PARAMETERS, SOURCE
-from laconic.planner.predict import Prediction, Sent
+from laconic.planner.predict import Prediction
+from laconic.planner.sent import Sent
 from laconic.planner.timeline import BACKWARD_SHARE
 
 SAVED_BYTES = 12

@@ -16,6 +16,7 @@ from laconic.ledger import wire_bytes
 from laconic.planner.collectives import NetworkTimes
 from laconic.planner.faults import goodput, straggling_s
 from laconic.planner.front import Measured, measured
+from laconic.planner.sent import Sent
 from laconic.planner.shapes import Shapes
 from laconic.planner.timeline import Message, Timeline, released_s, timeline
 from laconic.plans.outer import Nesterov
@@ -34,9 +35,8 @@ class Scenario:
 
     `compute_s` is a step without communication. `codec_s` has the seconds in which a plan's codec encodes and decodes
     the whole model. `payload_bits` are sent of each parameter, whatever the codec. A `bare` model is not in DDP: its
-    gradients are sent after the backward pass. `spread` has the lowest and highest
-    time of what was measured, relative to the middle. `gain` is how many times as many steps as `ddp()` a worker by
-    itself needs to the same loss.
+    gradients are sent after the backward pass. `spread` has the lowest and highest time of what was measured, relative
+    to the middle. `gain` is how many times as many steps as `ddp()` a worker by itself needs to the same loss.
     """
 
     shapes: Shapes
@@ -56,23 +56,6 @@ class Scenario:
     def gain(self) -> float:
         """How many times as many steps as `ddp()` a worker by itself needs: 2.8 for the lab's four workers."""
         return self.workers**0.75 if self.given_gain is None else self.given_gain
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What one worker sends of one bucket: at which step of the cycle, when in it, and to how many workers."""
-
-    step: int
-    before: float | None
-    """The share of the model before it in the forward pass; None if it is sent after the step."""
-    share: float
-    """Its share of the model's parameters."""
-    level: str
-    workers: int
-    collectives: tuple[tuple[str, float, float], ...]
-    """Operation, bytes passed to it, bytes sent."""
-    delay: int
-    encoded: bool
 
 
 class Prediction:
@@ -137,7 +120,7 @@ class Prediction:
         """The bytes that one worker sends in a step, on average, by level."""
         found: dict[str, float] = {}
         for each in self.sent:
-            found[each.level] = found.get(each.level, 0.0) + sum(sent for _, _, sent in each.collectives) / self.cycle
+            found[each.level] = found.get(each.level, 0.0) + each.wire_bytes / self.cycle
         return found
 
     @property
@@ -161,8 +144,7 @@ class Prediction:
         compute_s = s.compute_s * factor
         steps: list[list[Message]] = [[] for _ in range(self.cycle)]
         for each in self.sent:
-            seconds = sum(network.seconds(op, payload, each.workers) for op, payload, _ in each.collectives)
-            seconds += self.codec_s * each.share if each.encoded else 0.0
+            seconds = each.seconds(network) + (self.codec_s * each.share if each.encoded else 0.0)
             release = compute_s if each.before is None else released_s(1 - each.before, compute_s)
             steps[each.step].append(Message(release, seconds * factor, each.delay))
         waits = straggling_s(s.workers, compute_s, s.jitter, self.meets_every) if self.sent else 0.0
@@ -196,10 +178,8 @@ class Prediction:
         """The seconds of the longest synchronisation."""
         by_step: dict[int, float] = {}
         for each in self.sent:
-            seconds = sum(
-                self.scenario.network.seconds(op, payload, each.workers) for op, payload, _ in each.collectives
-            )
-            by_step[each.step] = by_step.get(each.step, 0.0) + seconds + self.codec_s * each.share
+            seconds = each.seconds(self.scenario.network) + self.codec_s * each.share
+            by_step[each.step] = by_step.get(each.step, 0.0) + seconds
         return max(by_step.values(), default=0.0)
 
     @property
@@ -207,7 +187,7 @@ class Prediction:
         """The rate at which the largest synchronisation would be hidden: in its steps of delay, or in one step."""
         by_step: dict[int, float] = {}
         for each in self.sent:
-            by_step[each.step] = by_step.get(each.step, 0.0) + 8 * sum(sent for _, _, sent in each.collectives)
+            by_step[each.step] = by_step.get(each.step, 0.0) + 8 * each.wire_bytes
         window = self.scenario.compute_s * max((each.delay for each in self.sent), default=0) or self.scenario.compute_s
         return max(by_step.values(), default=0.0) / window
 

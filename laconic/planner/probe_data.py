@@ -30,8 +30,24 @@ class ProbeError(ValueError):
     """A file that is no probe. The message is ready to be shown."""
 
 
+class Sampled:
+    """Something that was measured several times, in seconds."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Half of the interquartile range, relative to the median."""
+        return spread(self.samples)
+
+
 @dataclass(frozen=True)
-class Timing:
+class Timing(Sampled):
     """The seconds of a collective of `bytes` bytes, the payload of one worker, among the `workers` of one group.
 
     All groups of the level run at the same time. A sample is the time of the slowest worker.
@@ -55,16 +71,6 @@ class Timing:
                 f"{self.workers} workers and {self.bytes} bytes: there must be 2 workers and 1 byte or more"
             )
         check_samples(self.samples)
-
-    @property
-    def seconds(self) -> float:
-        """The median."""
-        return median(self.samples)
-
-    @property
-    def spread(self) -> float:
-        """Half of the interquartile range, relative to the median."""
-        return spread(self.samples)
 
     @property
     def hops(self) -> int:
@@ -92,7 +98,7 @@ class LinkTiming:
 
 
 @dataclass(frozen=True)
-class CodecTiming:
+class CodecTiming(Sampled):
     """The seconds of a plan's own computation when every trained tensor is encoded and decoded once.
 
     For gradients this is one step; for weights one synchronisation of all fragments, with deltas and outer step.
@@ -104,19 +110,9 @@ class CodecTiming:
     def __post_init__(self) -> None:
         check_samples(self.samples)
 
-    @property
-    def seconds(self) -> float:
-        """The median."""
-        return median(self.samples)
-
-    @property
-    def spread(self) -> float:
-        """Half of the interquartile range, relative to the median."""
-        return spread(self.samples)
-
 
 @dataclass(frozen=True)
-class CopyTiming:
+class CopyTiming(Sampled):
     """The seconds to copy `bytes` bytes in the memory of the device."""
 
     bytes: int
@@ -128,11 +124,11 @@ class CopyTiming:
     @property
     def bandwidth_bps(self) -> float:
         """The bits that are read and written per second."""
-        return 2 * 8 * self.bytes / median(self.samples)
+        return 2 * 8 * self.bytes / self.seconds
 
 
 @dataclass(frozen=True)
-class StepTiming:
+class StepTiming(Sampled):
     """The seconds of training steps without synchronising, while all workers compute.
 
     `samples` are whole steps, the others their parts; a script reports whole steps alone. `by_worker` has the median of
@@ -149,16 +145,6 @@ class StepTiming:
         check_samples(self.samples)
         for parts in (self.forward_s, self.backward_s, self.optimizer_s, self.by_worker):
             check_samples(parts or self.samples)
-
-    @property
-    def seconds(self) -> float:
-        """The median of a whole step."""
-        return median(self.samples)
-
-    @property
-    def spread(self) -> float:
-        """Half of the interquartile range, relative to the median."""
-        return spread(self.samples)
 
     @property
     def backward_share(self) -> float | None:

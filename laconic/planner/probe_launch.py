@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from laconic.compare.failures import WorkerError, keep_logs, killed_by, last_error, last_traceback, read_log
 from laconic.compare.folders import run_folder
 from laconic.compare.launch import Network, environment, launch, run_elastic
-from laconic.compare.settings import Script
+from laconic.compare.settings import Script, path_option
 from laconic.compare.slow_link import PROGRAM
 from laconic.planner.decode import decode
 from laconic.planner.probe import ProbeOptions, Show, process_group, run_probe
@@ -36,7 +36,7 @@ def launch_probe(options: ProbeOptions, workers: int, network: Network, show: Sh
     hosts = json.dumps(None if network.slow is None else asdict(network.slow.hosts))
     with run_folder() as folder:
         (folder / "options.json").write_text(json.dumps(asdict(options)))
-        command = (str(PROGRAM), "enter", hosts, sys.executable, *_path_option(), "-m", __name__, str(folder))
+        command = (str(PROGRAM), "enter", hosts, sys.executable, *path_option(), "-m", __name__, str(folder))
         try:
             with environment({}, workers, hosts=network.slow is not None), _following(folder / "progress.json", show):
                 run_elastic(workers, folder, network.port, sys.executable, *command)
@@ -44,11 +44,6 @@ def launch_probe(options: ProbeOptions, workers: int, network: Network, show: Sh
             worker, failure = error.get_first_failure()
             raise _worker_error(folder, worker, workers, failure.exitcode) from None
         return Probe.read(folder / "probe.json")
-
-
-def _path_option() -> list[str]:
-    """The option with which a worker imports laconic from where this process did."""
-    return [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
 
 
 def _worker_error(folder: Path, worker: int, workers: int, code: int) -> WorkerError:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from laconic.codecs.packing import in_buckets
 from laconic.compare.settings import LabError
 from laconic.cost import meta
+from laconic.planner.users_function import users_function
 
 _SCALE = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
@@ -88,15 +87,11 @@ def from_module(place: str) -> Shapes:
     path, colon, name = place.partition(":")
     if not colon or not path or not name:
         raise LabError(f"--model {place}: write module:function, such as train:make_model.")
-    sys.path.insert(0, "")
     try:
-        make = getattr(importlib.import_module(path), name)
-        with torch.device("meta"):
+        with users_function(place) as make, torch.device("meta"):
             model = make()
     except Exception as error:
         raise LabError(f"--model {place}: {type(error).__name__}: {error}. It is called without arguments.") from error
-    finally:
-        sys.path.remove("")
     if not isinstance(model, nn.Module):
         raise LabError(f"--model {place}: it returned {type(model).__name__}, and must return an nn.Module.")
     return Shapes(meta(model))

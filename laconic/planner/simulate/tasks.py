@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 
 from laconic.compare.lab.tasks import Task, loss_of, make_task, validation_loss
 from laconic.compare.settings import LabError, Settings
+from laconic.planner.users_function import users_function
 
 Loss: TypeAlias = Callable[[nn.Module, int, int], Tensor]
 """Returns the loss of a model on the batch of (worker, step)."""
@@ -44,16 +43,13 @@ def _lab_validation(task: Task, model: nn.Module) -> float:
 
 def user_task(place: str, seed: int) -> SimulatedTask:
     """Call `module:function()`, which returns a model and a function `loss(model, worker, step)`."""
-    path, _, name = place.partition(":")
     rule = "It is called without arguments, and returns (model, loss), where loss(model, worker, step) is a tensor."
-    sys.path.insert(0, "")
     try:
         torch.manual_seed(seed)
-        made = getattr(importlib.import_module(path), name)()
+        with users_function(place) as make:
+            made = make()
     except Exception as error:
         raise LabError(f"--model {place}: {type(error).__name__}: {error}. {rule}") from error
-    finally:
-        sys.path.remove("")
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
         raise LabError(f"--model {place}: it returned {type(made).__name__}. {rule}")
     return SimulatedTask(*made)

@@ -15,7 +15,8 @@ from laconic import Plan, ddp
 from laconic.compare.links import Link
 from laconic.compare.settings import LabError
 from laconic.planner.collectives import Formula
-from laconic.planner.predict import Prediction, Scenario, Sent
+from laconic.planner.predict import Prediction, Scenario
+from laconic.planner.sent import Sent
 from laconic.planner.shapes import Shapes
 from laconic.planner.simulate.clock import TimeUse, arrival
 from laconic.planner.simulate.conditions import Conditions
