@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -102,8 +104,19 @@ def _joined(requests: Sequence[Request]) -> Generator[Request | Decide | Rank, T
 def _joined_rows(requests: Sequence[AllToAll]) -> Generator[Request | Decide | Rank, Tensor, list[Tensor]]:
     """Send rows of different lengths as one: for each worker, those of the first request, then of the second, ..."""
     worker, workers = (yield Rank()).tolist()
-    cut = [request.x.split(request.rows) for request in requests]
-    parts = [torch.cat([rows[to].reshape(-1) for rows in cut]) for to in range(workers)]
-    received = yield AllToAll(torch.cat(parts), tuple(part.numel() for part in parts))  # [workers, mine]
-    pieces = received.split([rows[worker].numel() for rows in cut], dim=1)
-    return [piece.reshape(workers, *rows[worker].shape) for piece, rows in zip(pieces, cut, strict=True)]
+    widths = [math.prod(request.x.shape[1:]) for request in requests]
+    taken = [0] * len(requests)
+    parts: list[Tensor] = []
+    sizes: list[int] = []
+    for rows, run in groupby(zip(*(request.rows for request in requests), strict=True)):  # workers with as many rows
+        count = len(list(run))
+        ends = [at + count * each for at, each in zip(taken, rows, strict=True)]
+        slices = [request.x[at:end] for request, at, end in zip(requests, taken, ends, strict=True)]
+        lengths = [each * width for each, width in zip(rows, widths, strict=True)]
+        parts.append(torch.cat([x.reshape(count, n) for x, n in zip(slices, lengths, strict=True)], dim=1).reshape(-1))
+        sizes += [sum(lengths)] * count
+        taken = ends
+    received = yield AllToAll(torch.cat(parts), tuple(sizes))  # [workers, mine]
+    shapes = [(request.rows[worker], *request.x.shape[1:]) for request in requests]
+    pieces = received.split([math.prod(shape) for shape in shapes], dim=1)
+    return [piece.reshape(workers, *shape) for piece, shape in zip(pieces, shapes, strict=True)]
