@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.laconic-installed
+FRAMEWORKS := .venv-frameworks
 
-.PHONY: compare test test-all nightly lint types clean
+.PHONY: compare test test-all frameworks nightly lint types clean
 .DELETE_ON_ERROR:
 
 compare: $(STAMP)
@@ -12,14 +13,18 @@ compare: $(STAMP)
 
 # What a contributor needs at every change.
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not root and not nightly"
+	$(BIN)/python -m pytest -m "not slow and not root and not nightly and not frameworks"
 
 # The slow tests, and those that need root for network namespaces, too.
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -m "not nightly"
+	$(BIN)/python -m pytest -m "not nightly and not frameworks"
 
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -m nightly
+
+# With the real Lightning, Accelerate, transformers, Ray and loggers, in an environment of their own.
+frameworks: $(FRAMEWORKS)/.laconic-installed
+	$(FRAMEWORKS)/bin/python -m pytest -m frameworks -o filterwarnings=default tests/integrations
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -29,12 +34,14 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 # Made again when the dependencies change.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): EXTRA := dev
+$(FRAMEWORKS)/.laconic-installed: EXTRA := frameworks
+%/.laconic-installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "laconic needs Python 3.11 or newer, and $(PYTHON) is older. Try: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@test -x $*/bin/python || $(PYTHON) -m venv $*
+	$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRA)]"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(FRAMEWORKS) .pytest_cache .mypy_cache .ruff_cache
