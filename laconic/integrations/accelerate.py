@@ -80,7 +80,7 @@ class Checkpoints(StepObserver):
 
 
 def _restore_after_optimizers(session: Session, state: dict[str, Any]) -> None:
-    """Set this worker's own weights and moments when Accelerate has loaded worker 0's: models first, then optimizers."""
+    """Set this worker's own weights and moments after Accelerate has loaded worker 0's: models, then optimizers."""
     if "own" not in state:
         return
     waiting: dict[Optimizer, RemovableHandle] = {}

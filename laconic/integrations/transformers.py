@@ -16,12 +16,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import laconic
 from accelerate.data_loader import DataLoaderDispatcher
-from laconic import Never, Plan, Session
-from laconic.integrations import worker_files
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+
+import laconic
+from laconic import Never, Plan, Session
+from laconic.integrations import worker_files
 
 logger = logging.getLogger(__name__)
 

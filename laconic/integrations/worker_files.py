@@ -44,24 +44,21 @@ def check_can_save(session: Session) -> None:
 def save(folder: StrPath, session: Session, name: str = "laconic") -> None:
     """Write this worker's file. Every worker calls it at the same step; on return all have written theirs."""
     check_can_save(session)
+    _together("save", lambda: save_own(Path(folder), session, name), lambda _: session.step)
+
+
+def save_own(folder: Path, session: Session, name: str = "laconic") -> None:
+    """Write this worker's file, without a word to the others."""
     worker, workers = resolve_worker(None, None)
-
-    def write() -> None:
-        state: dict[str, Any] = {"format": FORMAT, "worker": worker, "workers": workers}
-        state["session"] = session.state_dict()
-        if session.plan.local and worker > 0:  # the framework saves those of worker 0
-            state["own"] = {
-                "tensors": _tensors(session),
-                "optimizers": [optimizer.state_dict() for optimizer in session.optimizers],
-            }
-        place = Path(folder)
-        place.mkdir(parents=True, exist_ok=True)  # a worker may come before the first, which the framework lets do it
-        path = place / file_name(worker, name)
-        temporary = path.with_name(f".{path.name}.tmp")
-        write_worker_file(temporary, *flatten(state))
-        os.replace(temporary, path)
-
-    _together("save", write, lambda _: session.step)
+    state: dict[str, Any] = {"format": FORMAT, "worker": worker, "workers": workers, "session": session.state_dict()}
+    if session.plan.local and worker > 0:  # the framework saves those of worker 0
+        moments = [optimizer.state_dict() for optimizer in session.optimizers]
+        state["own"] = {"tensors": _tensors(session), "optimizers": moments}
+    folder.mkdir(parents=True, exist_ok=True)  # a worker may come before the first, which makes it
+    path = folder / file_name(worker, name)
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_worker_file(temporary, *flatten(state))
+    os.replace(temporary, path)
 
 
 def load(folder: StrPath, session: Session, without: str, name: str = "laconic") -> dict[str, Any]:
@@ -78,7 +75,7 @@ def load(folder: StrPath, session: Session, without: str, name: str = "laconic")
             way_out = f"To go on from the model and the optimizer alone, with residuals of zero, {without}."
             raise CheckpointError(f"{error} {way_out}") from error
 
-    state = _together("load", read, lambda found: int(found["session"]["step"]))
+    state: dict[str, Any] = _together("load", read, lambda found: int(found["session"]["step"]))
     session.load_state_dict(state["session"])
     return state
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import laconic
-from laconic.checkpoint import CheckpointError
+from laconic.integrations import worker_files
 from tests.integrations.torchrun_env import run_as_torchrun
 
 pytestmark = pytest.mark.frameworks
@@ -159,13 +159,13 @@ def _train_and_save(worker: int, plan: str, folder: str, resume: bool) -> tuple[
     model, optimizer, loader, scheduler = accelerator.prepare(*make())
     session = laconic.attach(laconic.plan(plan), model, optimizer)
     checkpoint(accelerator, session)
-    losses = []
+    losses, batches = [], list(loader)
     if resume:
         with torch.no_grad():
             next(model.parameters()).fill_(7.0)  # all of it must come from the checkpoint
         accelerator.load_state(folder)
         assert session.step == 3
-    for index, (x, y) in enumerate(loader):
+    for index, (x, y) in enumerate(batches):
         if index < session.step:
             continue
         loss = nn.functional.mse_loss(model(x + 0.01 * torch.randn_like(x)), y)  # generators are restored, too
@@ -219,22 +219,14 @@ def _load_what_does_not_fit(worker: int, folder: str) -> list[str]:
     accelerator.save_state(f"{folder}/without")
     session = laconic.attach(laconic.power_sgd(rank=1, min_compression=0), model, optimizer)
     checkpoint(accelerator, session)
-    accelerator.save_state(f"{folder}/saved")
-    accelerator.save_state(f"{folder}/foreign")
-    accelerator.save_state(f"{folder}/mixed")
-    dist.barrier()
-    if worker == 1:
-        Path(folder, "foreign", "laconic_1.safetensors").write_bytes(b"nothing that safetensors knows")
+    for name in ("saved", "foreign", "mixed"):
+        accelerator.save_state(f"{folder}/{name}")
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     if worker == 1:
-        Path(folder, "other").mkdir()
-        accelerator_file = Path(folder, "saved", "laconic_1.safetensors").read_bytes()
-    dist.barrier()
-    accelerator.save_state(f"{folder}/mixed")
-    dist.barrier()
-    if worker == 1:
-        Path(folder, "mixed", "laconic_1.safetensors").write_bytes(accelerator_file)
+        (Path(folder) / "foreign" / "laconic_1.safetensors").write_bytes(b"what safetensors does not know")
+    else:
+        worker_files.save_own(Path(folder) / "mixed", session)  # and worker 1 was killed before it could
     dist.barrier()
     errors = [_raised(accelerator.load_state, f"{folder}/{name}") for name in ("without", "foreign", "mixed")]
     errors.append(_raised(checkpoint, accelerator, session))
@@ -264,7 +256,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path):
     )
     assert "another worker could not load its state" in first[1]
     assert "laconic_1.safetensors cannot be read" in second[1] and way_out in second[1]
-    assert "the workers' files are of steps 0 to 1" in first[2] == second[2].replace("", "")
+    assert first[2] == second[2] and "the workers' files are of steps 0 to 1" in first[2]
     assert "name='laconic'): another session writes these files" in first[3]
     (alone,) = run_as_torchrun(_load_alone, (str(tmp_path),), workers=1)
     assert "was saved by 2 workers, and there are 1" in alone and "Start 2 workers" in alone and way_out in alone
@@ -273,19 +265,20 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path):
 # -------------------------------------------------------------------------------------- skipped steps
 
 
-def _overflow(worker: int, plan: str) -> dict[str, Any]:
-    """Train with a GradScaler where Accelerate keeps its own; at step 2 worker 1 alone overflows."""
+def _overflow(worker: int, plan: str, scaled: bool) -> dict[str, Any]:
+    """Train four steps; in the second, worker 1 alone has gradients that are not finite."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # Accelerate makes one only on a GPU
+    if scaled:
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # Accelerate makes one only on a GPU
     model, optimizer, _, scheduler = accelerator.prepare(*make())
     session = laconic.attach(laconic.plan(plan), model, optimizer)
-    skipped, rates, moved = [], [], []
+    skipped, rates, moved = [], [scheduler.get_last_lr()[0]], []
     for step in range(4):
         before = [p.detach().clone() for p in model.parameters()]
-        x = torch.full((2, 8), float("inf") if (step, worker) == (1, 1) else 0.1 * (step + 1))
-        accelerator.backward(model(x).nan_to_num(posinf=0.0).mean() if False else (model[0] if False else model)(x).mean())
+        loss = model(torch.full((2, 8), 0.1 * (step + 1) * (worker + 1))).square().mean()
+        accelerator.backward(loss * (float("inf") if (step, worker) == (1, 1) else 1.0))
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -293,4 +286,20 @@ def _overflow(worker: int, plan: str) -> dict[str, Any]:
         rates.append(scheduler.get_last_lr()[0])
         moved.append(not all(map(torch.equal, before, model.parameters())))
     session.detach()
-    return {"skipped": skipped, "rates": rates, "moved": moved, "scale": accelerator.scaler.get_scale()}
+    scale = accelerator.scaler.get_scale() if scaled else 1.0
+    return {"skipped": skipped, "waited": [a == b for a, b in pairwise(rates)], "moved": moved, "scale": scale}
+
+
+def _overflows(worker: int) -> list[dict[str, Any]]:
+    plans = ("ddp()", "power_sgd(rank=1, min_compression=0)", "post_local_sgd(period=3)")
+    return [_overflow(worker, plan, True) for plan in plans] + [_overflow(worker, "ddp()", False)]
+
+
+def test_skipped_steps_are_known_to_accelerate():
+    first, second = run_as_torchrun(_overflows)
+    only_second = {"skipped": [False, True, False, False], "waited": [False, True, False, False]}
+    everywhere = {**only_second, "moved": [True, False, True, True], "scale": 2.0}
+    assert first[:2] == second[:2] == [everywhere] * 2, "gradients are averaged, so all workers skip"
+    assert second[2] == everywhere
+    assert first[2] == {"skipped": [False] * 4, "waited": [False] * 4, "moved": [True] * 4, "scale": 4.0}
+    assert first[3] == second[3] == {**everywhere, "scale": 1.0}, "NaN skips without a GradScaler, too"
