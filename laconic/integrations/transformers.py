@@ -81,9 +81,9 @@ class LaconicCallback(TrainerCallback):  # type: ignore[misc]
         if self._checkpoint is not None and self._resume:
             without = "use LaconicCallback(..., resume=False)"
             worker_files.restore_own(session, worker_files.load(self._checkpoint, session, without))
-        if self.plan.local and state.is_world_process_zero and session.workers > 1:
-            for line in other_traffic(trainer, given.get("train_dataloader")):
-                logger.warning("%s sends nothing in local steps, but the Trainer does: %s.", self.plan, line)
+        traffic = other_traffic(trainer, given.get("train_dataloader")) if self.plan.local else []
+        if traffic and state.is_world_process_zero and session.workers > 1:
+            logger.warning("%s sends nothing in local steps. The Trainer sends %s.", self.plan, "; ".join(traffic))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Write this worker's state into the checkpoint. On return all workers have written theirs."""
@@ -137,10 +137,7 @@ def other_traffic(trainer: Trainer, loader: object) -> list[str]:
     """Say what the Trainer itself sends, and how to stop it."""
     args, lines = trainer.args, []
     if isinstance(loader, DataLoaderDispatcher):
-        lines.append(
-            "every batch, from the first worker (stop it with accelerator_config={'dispatch_batches': False} and a "
-            "dataset that gives each worker its own share)"
-        )
+        lines.append("every batch, from worker 0 (stop it with accelerator_config={'dispatch_batches': False})")
     if args.average_tokens_across_devices and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func):
         lines.append("a count of tokens in every step (stop it with average_tokens_across_devices=False)")
     if args.include_num_input_tokens_seen != "no":

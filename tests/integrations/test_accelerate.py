@@ -53,6 +53,7 @@ class Trained:
     def end(self, model: nn.Module, session: laconic.Session | None) -> Trained:
         self.weights = [p.detach().clone() for p in model.parameters()]
         if session is not None:
+            session.state_dict()  # waits for a fragment in flight
             self.sent = {phase: total.wire_bytes for phase, total in session.ledger.totals(by="phase").items()}
         return self
 

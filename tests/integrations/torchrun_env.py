@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable
@@ -9,7 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.workers import free_port, run_workers
+from tests.workers import PRELOADED, free_port, run_workers
+
+PRELOADED += [name for name in ("accelerate", "transformers.trainer") if importlib.util.find_spec(name.split(".")[0])]
 
 
 def run_as_torchrun(job: Callable[..., Any], args: tuple[Any, ...] = (), workers: int = 2) -> list[Any]:
