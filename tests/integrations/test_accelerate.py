@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import laconic
 from laconic.integrations import worker_files
-from tests.integrations.torchrun_env import run_as_torchrun
+from tests.integrations.torchrun_env import run_as_torchrun, run_page
 
 pytestmark = pytest.mark.frameworks
 pytest.importorskip("accelerate")
@@ -304,3 +305,34 @@ def test_skipped_steps_are_known_to_accelerate():
     assert second[2] == everywhere
     assert first[2] == {"skipped": [False] * 4, "waited": [False] * 4, "moved": [True] * 4, "scale": 4.0}
     assert first[3] == second[3] == {**everywhere, "scale": 1.0}, "NaN skips without a GradScaler, too"
+
+
+def _save_slowly(worker: int, folder: str) -> int:
+    from accelerate import Accelerator
+
+    from laconic.integrations.accelerate import checkpoint
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*make()[:2])
+    session = laconic.attach(laconic.ddp(), model, optimizer, timeout_s=2.0)
+    checkpoint(accelerator, session)
+    for step in range(3):
+        accelerator.backward(model(torch.ones(1, 8)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            accelerator.save_state(folder)
+            time.sleep(4.0 * (worker == 0))  # a large model takes as long
+    return session.step
+
+
+def test_the_others_wait_while_the_first_worker_writes_the_model(tmp_path):
+    assert run_as_torchrun(_save_slowly, (str(tmp_path),)) == [3, 3]
+
+
+def test_the_page_runs(tmp_path):
+    for _ in range(2):  # the second time it loads what the first has saved
+        results = run_page(PAGE, "accelerate", tmp_path)
+    assert [each["step"] for each in results] == [32, 32]
+    whole = 4 * (16 * 64 + 64 + 64 + 1)
+    assert all(0 < each["sent"] < 8 * whole / 10 for each in results)

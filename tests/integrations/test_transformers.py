@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
-from tests.integrations.torchrun_env import run_as_torchrun
+from tests.integrations.torchrun_env import run_as_torchrun, run_page
 from tests.workers import listen
 
 pytestmark = pytest.mark.frameworks
 pytest.importorskip("transformers")
 
+PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 WORKERS, STEPS = 2, 6
 PLANS = (
     "ddp()",
@@ -356,3 +357,10 @@ def test_what_shards_in_other_ways_is_refused():
         LaconicCallback("ddp()", fake(True, False))
     with pytest.raises(ValueError, match=r"the Trainer uses FSDP1.* fsdp_config=\{\"version\": 2\}"):
         LaconicCallback("ddp()", fake(False, True))
+
+
+def test_the_page_runs(tmp_path):
+    results = run_page(PAGE, "transformers", tmp_path)
+    assert [each["step"] for each in results] == [16, 16]
+    assert sorted(each.name for each in tmp_path.glob("out/*")) == ["checkpoint-16", "checkpoint-8"]
+    assert all(0 < each["sent"] < 30_000 for each in results), "the model has 116 kB"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -35,3 +37,17 @@ def _work(worker: int, job: Callable[..., Any], workers: int, port: int, args: t
     if dist.is_initialized():
         dist.barrier()  # worker 0 has the store
     return result
+
+
+def run_page(page: Path, language: str, folder: Path) -> list[dict[str, Any]]:
+    """Run the one block of a documentation page in this language, in a folder; return its session's steps and bytes."""
+    return run_as_torchrun(_run_block, (str(page), language, str(folder)))
+
+
+def _run_block(worker: int, page: str, language: str, folder: str) -> dict[str, Any]:
+    os.chdir(folder)
+    [block] = re.findall(rf"^```python {language}\n(.*?)^```", Path(page).read_text(), re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(compile(block, page, "exec"), names)  # noqa: S102 - the documentation's own code
+    session = names["session"] if "session" in names else names["callback"].session
+    return {"step": session.step, "sent": session.ledger.wire_bytes}
