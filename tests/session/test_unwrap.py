@@ -29,7 +29,7 @@ class Wrapper:
             self._accelerate_step_called = True
             return original(*args)
 
-        self.optimizer.step = called  # type: ignore[method-assign]
+        self.optimizer.step = called  # type: ignore[assignment, method-assign]
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.step = original  # type: ignore[method-assign]
