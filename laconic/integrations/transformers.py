@@ -77,10 +77,14 @@ class LaconicCallback(TrainerCallback):  # type: ignore[misc]
         self._detach()  # after a training that has raised, or with another batch size (auto_find_batch_size)
         trainer = self._trainer
         self.session = session = self._attach(self.plan, trainer.model_wrapped, trainer.optimizer)
-        worker_files.check_can_save(session)
-        if self._checkpoint is not None and self._resume:
-            without = "use LaconicCallback(..., resume=False)"
-            worker_files.restore_own(session, worker_files.load(self._checkpoint, session, without))
+        try:
+            worker_files.check_can_save(session)
+            if self._checkpoint is not None and self._resume:
+                without = "use LaconicCallback(..., resume=False)"
+                worker_files.restore_own(session, worker_files.load(self._checkpoint, session, without))
+        except BaseException:
+            session.detach()
+            raise
         traffic = other_traffic(trainer, given.get("train_dataloader")) if self.plan.local else []
         if traffic and state.is_world_process_zero and session.workers > 1:
             logger.warning("%s sends nothing in local steps. The Trainer sends %s.", self.plan, "; ".join(traffic))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import re
@@ -31,7 +32,9 @@ def _work(worker: int, job: Callable[..., Any], workers: int, port: int, args: t
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
     }
+    gc.freeze()  # a Trainer collects garbage when it begins: a second, with all that is imported
     warnings.simplefilter("default")  # the frameworks' own are not ours to fix
     result = job(worker, *args)
     if dist.is_initialized():
