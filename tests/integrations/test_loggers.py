@@ -48,8 +48,8 @@ def listeners(folder: Path, all_workers: bool) -> dict[str, Any]:
     from laconic.integrations.wandb import WandB
 
     reader = InMemoryMetricReader()
-    options = {"every": EVERY, "all_workers": all_workers}
-    made = {
+    options: dict[str, Any] = {"every": EVERY, "all_workers": all_workers}
+    made: dict[str, Any] = {
         "tensorboard": TensorBoard(folder / "tensorboard", **options),
         "wandb": WandB("laconic-tests", **options),
         "mlflow": MLflow("tests", tracking_uri=f"sqlite:///{folder}/mlflow.db", **options),
@@ -164,7 +164,9 @@ def offline_run(folder: Path) -> tuple[list[dict[str, float]], dict[str, str], d
     from wandb.proto.wandb_internal_pb2 import Record
 
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    rows, axes, config = [], {}, {}
+    rows: list[dict[str, float]] = []
+    axes: dict[str, str] = {}
+    config: dict[str, Any] = {}
     for data in records(path.read_bytes()):
         record = Record.FromString(data)
         if record.HasField("history"):
