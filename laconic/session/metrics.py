@@ -54,7 +54,7 @@ class Sample:
 
 
 _LABELS = ("level", "phase", "op")
-_WHAT = "gradients, or deltas"
+_WHAT = "gradients or deltas"
 METRICS = {
     metric.name: metric
     for metric in (
@@ -63,14 +63,18 @@ METRICS = {
         Metric("wire_bytes", "counter", "Bytes that this worker has sent.", "By", _LABELS),
         Metric("payload_bytes", "counter", "Bytes that this worker has passed to collectives.", "By", _LABELS),
         Metric("collectives", "counter", "Collectives of this worker.", "", _LABELS),
-        Metric("flight_seconds", "counter", "From launch to completion; concurrent ones count each.", "s", _LABELS),
-        Metric("wait_seconds", "counter", "For which training stood still until exchanges ended; not over NCCL.", "s"),
+        Metric("flight_seconds", "counter", "Seconds in flight; concurrent collectives count each.", "s", _LABELS),
+        Metric("wait_seconds", "counter", "Seconds for which training stood still until exchanges ended.", "s"),
         Metric("residual_norm", "gauge", "Norm of the residuals that error feedback keeps here.", "", ("phase",)),
         Metric("health_residual", "gauge", f"Norm of the mean residual, in mean {_WHAT}."),
         Metric("health_error", "gauge", "Share of what was to be sent that was not."),
-        Metric("health_agreement", "gauge", f"1 if all workers' {_WHAT}, are the same, 1 / workers at random."),
+        Metric(
+            "health_agreement",
+            "gauge",
+            f"1 if all workers' {_WHAT} are equal, 1 / workers if they have nothing in common.",
+        ),
         Metric("health_norm", "gauge", f"Norm of the mean of the workers' {_WHAT}."),
-        Metric("health_drift", "gauge", f"Distance of the workers' {_WHAT}, from their mean: root mean square."),
+        Metric("health_drift", "gauge", f"Distance of the workers' {_WHAT} from their mean, root mean square."),
         Metric("loss", "gauge", "Training loss that session.report was given last."),
         Metric("validation_loss", "gauge", "Validation loss that session.report was given last."),
     )

@@ -3,130 +3,27 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-import struct
-import urllib.error
-import urllib.request
-import warnings
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import laconic
 from laconic.session.metrics import METRICS
-from tests.session.models import assert_equal_bits, weights
+from tests.integrations.loggers import BOARD, PLAN, STEPS, WRITTEN, offline_run, train_watched
+from tests.session.models import assert_equal_bits
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.frameworks
-pytest.importorskip("tensorboard")
-pytest.importorskip("wandb")
-pytest.importorskip("mlflow")
-pytest.importorskip("prometheus_client")
-pytest.importorskip("opentelemetry.sdk")
-
-PLAN = "power_sgd(rank=1, bits=4)"
-STEPS, EVERY = 12, 4
-WRITTEN = [1, 4, 8, 12]
-"""The steps at which metrics are written."""
-
-
-def listeners(folder: Path, all_workers: bool) -> dict[str, Any]:
-    """One of each kind, of which each writes to its own place in the folder."""
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-
-    from laconic.integrations.mlflow import MLflow
-    from laconic.integrations.opentelemetry import OpenTelemetry
-    from laconic.integrations.prometheus import PrometheusServer, PrometheusTextfile
-    from laconic.integrations.tensorboard import TensorBoard
-    from laconic.integrations.wandb import WandB
-
-    reader = InMemoryMetricReader()
-    options: dict[str, Any] = {"every": EVERY, "all_workers": all_workers}
-    made: dict[str, Any] = {
-        "tensorboard": TensorBoard(folder / "tensorboard", **options),
-        "wandb": WandB("laconic-tests", **options),
-        "mlflow": MLflow("tests", tracking_uri=f"sqlite:///{folder}/mlflow.db", **options),
-        "server": PrometheusServer(port=0, **options),
-        "textfile": PrometheusTextfile(folder / "laconic.prom", **options),
-        "opentelemetry": OpenTelemetry(MeterProvider([reader]), **options),
-        "reader": reader,
-    }
-    if all_workers:
-        del made["mlflow"]  # two processes cannot make one sqlite file
-    return made
-
-
-def train(worker: int, plan: str, folder: str, watched: bool, all_workers: bool = False) -> dict[str, Any]:
-    """Train under a guard, with all listeners or with none; return the truth, and what can be read only here."""
-    from laconic.integrations.listener import Listener
-
-    made = listeners(Path(folder), all_workers) if watched else {}
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
-    model = DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    found: dict[str, Any] = {"losses": {}, "sent": {}, "metrics": {}, "texts": []}
-    with laconic.attach(laconic.plan(plan), model, optimizer, guard=laconic.Guard("warn", every=2)) as session:
-        for each in made.values():
-            if isinstance(each, Listener):
-                session.observe(each)
-        for step in range(1, STEPS + 1):
-            x = torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + worker))
-            loss = (model(x) - x.flip(1)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.report(loss=loss, validation=0.5 + step if step % 6 == 0 else None)
-            found["losses"][step], found["sent"][step] = loss.item(), session.ledger.wire_bytes
-            found["metrics"][step] = session.metrics()
-            if watched and (worker == 0 or all_workers):
-                found["texts"].append(scrape(made["server"].port))
-    if watched:
-        found["otel"] = observed(made["reader"])
-    found["totals"] = {key: (t.collectives, t.wire_bytes) for key, t in session.ledger.all_totals().items()}
-    found["weights"] = weights(module)
-    return found
-
-
-def scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        return str(answer.read().decode())
-
-
-def observed(reader: Any) -> list[tuple[str, str, dict[str, Any], float]]:
-    data = reader.get_metrics_data()
-    if data is None:
-        return []
-    return [
-        (metric.name, metric.unit, dict(point.attributes), point.value)
-        for resource in data.resource_metrics
-        for scope in resource.scope_metrics
-        for metric in scope.metrics
-        for point in metric.data.data_points
-    ]
+for package in ("tensorboard", "wandb", "mlflow", "prometheus_client", "opentelemetry.sdk"):
+    pytest.importorskip(package)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     """One run of two workers that all listeners have watched, on the first worker."""
     folder = tmp_path_factory.mktemp("loggers")
-    return folder, run_workers(_quiet, 2, (PLAN, str(folder), True), timeout_s=150)
-
-
-_ENVIRONMENT = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "DO_NOT_TRACK": "1"}
-
-
-def _quiet(worker: int, *args: Any) -> dict[str, Any]:
-    warnings.simplefilter("default")  # those of the packages are not ours
-    os.environ.update(_ENVIRONMENT, WANDB_DIR=args[1])
-    return train(worker, *args)
+    return folder, run_workers(train_watched, 2, (PLAN, str(folder), True), timeout_s=150)
 
 
 def labelled(metrics: dict[str, float], name: str) -> dict[tuple[str, ...], float]:
@@ -135,7 +32,7 @@ def labelled(metrics: dict[str, float], name: str) -> dict[tuple[str, ...], floa
 
 def test_training_and_traffic_are_the_same_without_listeners(run, tmp_path):
     _, watched = run
-    alone = run_workers(_quiet, 2, (PLAN, str(tmp_path), False), timeout_s=60)
+    alone = run_workers(train_watched, 2, (PLAN, str(tmp_path), False), timeout_s=60)
     for with_, without in zip(watched, alone, strict=True):
         assert with_["totals"] == without["totals"]
         assert_equal_bits([with_["weights"], without["weights"]])
@@ -157,40 +54,6 @@ def test_tensorboard_reads_back_what_the_session_measured(run):
     assert against == pytest.approx({first["sent"][step]: first["losses"][step] for step in WRITTEN}, rel=1e-6)
     assert [(p.step, p.value) for p in events.Scalars("laconic/validation_loss")] == [(6, 6.5), (12, 12.5)]
     assert PLAN.encode() in events.Tensors("laconic/plan/text_summary")[0].tensor_proto.string_val[0]
-
-
-def offline_run(folder: Path) -> tuple[list[dict[str, float]], dict[str, str], dict[str, Any]]:
-    """Return the rows of the one offline run in a folder, the x axis of each metric, and the config."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    rows: list[dict[str, float]] = []
-    axes: dict[str, str] = {}
-    config: dict[str, Any] = {}
-    for data in records(path.read_bytes()):
-        record = Record.FromString(data)
-        if record.HasField("history"):
-            rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item})
-        elif record.HasField("metric"):
-            axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
-        elif record.HasField("config"):
-            config |= {item.key: json.loads(item.value_json) for item in record.config.update}
-    return rows, axes, config
-
-
-def records(content: bytes) -> Iterator[bytes]:
-    """Yield the records of a log in LevelDB's format, after W&B's header: blocks of 32 kB, with parts of records."""
-    at, whole = 7, b""
-    while at < len(content):
-        if 32768 - at % 32768 < 7:  # too little for a header: padding
-            at += 32768 - at % 32768
-            continue
-        _, length, kind = struct.unpack_from("<IHB", content, at)
-        whole += content[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # a full record, or its last part
-            yield whole
-            whole = b""
 
 
 def test_wandb_has_the_loss_against_megabytes(run):
@@ -260,21 +123,6 @@ def test_prometheus_scrapes_the_ledgers_bytes_and_counters_never_fall(run):
     assert {"laconic_wait_seconds_total", "laconic_residual_norm", "laconic_health_drift"} <= {key[0] for key in last}
 
 
-def test_the_server_ends_with_the_session(run):
-    from laconic.integrations.prometheus import PrometheusServer
-
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    server = PrometheusServer(port=0)
-    with laconic.attach(laconic.ddp(), model, optimizer) as session:
-        session.observe(server)
-        with pytest.raises(OSError, match=r"PrometheusServer\(port=\d+, host='127.0.0.1'\): .* Choose a port"):
-            session.observe(PrometheusServer(server.port))
-        scrape(server.port)
-    with pytest.raises(urllib.error.URLError):
-        scrape(server.port)
-
-
 def test_opentelemetry_observes_instruments_in_its_style(run):
     from laconic.integrations.opentelemetry import opentelemetry_name
 
@@ -288,7 +136,7 @@ def test_opentelemetry_observes_instruments_in_its_style(run):
 
 
 def test_all_workers_write_where_they_are_asked_to(tmp_path):
-    for found in run_workers(_quiet, 2, ("diloco(period=3)", str(tmp_path), True, True), timeout_s=150):
+    for found in run_workers(train_watched, 2, ("diloco(period=3)", str(tmp_path), True, True), timeout_s=150):
         assert "laconic_residual_norm" in found["texts"][-1] and found["otel"]
     assert sorted(p.name for p in (tmp_path / "tensorboard").iterdir()) == ["worker-0", "worker-1"]
     for worker in range(2):
@@ -296,60 +144,25 @@ def test_all_workers_write_where_they_are_asked_to(tmp_path):
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
 
 
-def test_a_run_of_ones_own_keeps_its_steps(tmp_path, monkeypatch):
-    import wandb
-
-    from laconic.integrations.wandb import WandB
-
-    for name, value in _ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    mine = wandb.init(project="mine", dir=str(tmp_path))
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.attach(laconic.ddp(), model, optimizer) as session:
-        session.observe(WandB(mine, every=1))
-        for step in range(3):
-            model(torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-            session.report(loss=1.0)
-            mine.log({"own": step})
-    mine.finish()
-    rows, _, _ = offline_run(tmp_path)
-    assert [(row["own"], row["laconic/step"], row["laconic/loss"]) for row in rows] == [
-        (0, 1, 1.0),
-        (1, 2, 1.0),
-        (2, 3, 1.0),
-    ]
-
-
-def test_a_logger_that_fails_does_not_stop_the_training(tmp_path, caplog):
-    from laconic.integrations.prometheus import PrometheusTextfile
-
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.attach(laconic.ddp(), model, optimizer) as session, caplog.at_level(logging.WARNING):
-        session.observe(PrometheusTextfile(tmp_path / "missing" / "x.prom", every=1))
-        for _ in range(3):
-            model(torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-    assert session.step == 3
-    (line,) = [r.getMessage() for r in caplog.records if r.name.startswith("laconic")]
-    assert line.startswith("PrometheusTextfile: metrics could not be written:") and line.endswith("Training goes on.")
-
-
-def test_wrong_arguments_are_refused():
-    from laconic.integrations.mlflow import MLflow
-    from laconic.integrations.prometheus import PrometheusServer, PrometheusTextfile
-    from laconic.integrations.tensorboard import TensorBoard
-    from laconic.integrations.wandb import WandB
-
-    with pytest.raises(ValueError, match=r"TensorBoard\(every=0\): it must be a whole number of steps above 0"):
-        TensorBoard("x", every=0)
-    with pytest.raises(TypeError, match=r"WandB\(None\): the first argument is the name of a project, or a run"):
-        WandB(None)
-    with pytest.raises(ValueError, match=r"MLflow\(run_id='a', all_workers=True\): .* Leave out run_id"):
-        MLflow(run_id="a", all_workers=True)
-    with pytest.raises(ValueError, match=r"PrometheusServer\(port=-1\): a port is between 0 and 65535"):
-        PrometheusServer(-1)
-    with pytest.raises(ValueError, match=r"PrometheusTextfile\('x.txt'\): .* ends in .prom"):
-        PrometheusTextfile("x.txt")
+def test_the_dashboard_asks_for_what_is_exported(run):
+    """Every name and label in its queries is in what the real run has exported."""
+    _, (first, _) = run
+    exported = set(re.findall(r"^(laconic_\w+)\{", first["texts"][-1], re.M))
+    labels = {"job", *re.findall(r'(\w+)="', first["texts"][-1])}
+    board = json.loads(BOARD.read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [v["query"]["query"] for v in board["templating"]["list"] if v["type"] == "query"]
+    assert len(queries) > 15
+    used = {name for query in queries for name in re.findall(r"laconic_\w+", query)}
+    assert used <= exported, used - exported
+    assert exported - used <= set(), "the dashboard shows every metric"
+    for query in queries:
+        grouped = {label for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(", ")}
+        assert grouped | set(re.findall(r"(\w+)=~?\"", query)) <= labels, query
+    legends = {
+        label
+        for panel in board["panels"]
+        for t in panel["targets"]
+        for label in re.findall(r"{{(\w+)}}", t["legendFormat"])
+    }
+    assert legends <= labels
