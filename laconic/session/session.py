@@ -171,9 +171,8 @@ class Session:
     def report(self, *, loss: float | Tensor, tokens: int = 0, validation: Validation | None = None) -> bool:
         """Pass the loss of a step to the observers, such as that of `laconic compare`; return whether to stop.
 
-        Call it after each step, or each few, on every worker. `tokens` are how many the step used on this worker.
-        `validation` is a validation loss, or a function without arguments that computes it: `laconic compare` calls it
-        now and then, on the mean of all workers' weights; nothing else calls it.
+        Call it after each step, or each few, on every worker. `tokens` are how many this worker used. `validation` is a
+        validation loss, or a function that computes it: `laconic compare` calls it, on the mean of all weights.
         """
         return sum(observer.report(self, loss, tokens, validation) for observer in self._observers) > 0  # each gets it
 
@@ -202,9 +201,8 @@ class Session:
     def change(self, plan: Plan) -> None:
         """Go on with another plan from the next step. Every worker calls it after the same step.
 
-        Weights that local steps have made different are averaged first, and so are the optimizers' moments if the new
-        plan averages gradients. Residuals of gradients are sent with the next 32, in the new codec; those of
-        deltas are averaged now. A plan that averages no gradients at the next step drops residuals of gradients.
+        Weights that differ after local steps are averaged first; so are moments, if the new plan averages gradients.
+        It sends residuals of gradients with the next 32, or drops them if it averages none. Those of deltas are averaged.
         """
         self._steps.change(plan)
 

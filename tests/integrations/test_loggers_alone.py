@@ -43,6 +43,7 @@ def test_the_server_ends_with_the_session():
 
 def test_a_run_of_ones_own_keeps_its_steps(tmp_path, monkeypatch):
     import wandb
+
     from laconic.integrations.wandb import WandB
 
     for name, value in QUIET_WANDB.items():
