@@ -100,6 +100,13 @@ class Laconic(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the plan: the model, its optimizers and their state are there by now."""
+        scaler = _scaler_of(trainer)
+        if scaler is not None and trainer.gradient_clip_val:
+            raise ValueError(
+                f"Trainer(precision='16-mixed', gradient_clip_val={trainer.gradient_clip_val}) with Laconic: gradients "
+                "are unscaled in the optimizer's step, after Lightning would clip them. Leave out gradient_clip_val, "
+                f"and give Laconic(..., clip_norm={trainer.gradient_clip_val}). Or use precision='bf16-mixed'."
+            )
         saved, self._restored = self._restored, None
         text = repr(self.plan) if saved is None else saved["session"]["plan"]
         self.session = laconic.attach(
@@ -112,7 +119,7 @@ class Laconic(Callback):  # type: ignore[misc]
             timeout_s=self._timeout_s,
             nonfinite=self._nonfinite,
             verify_every=self._verify_every,
-            scaler=_scaler_of(trainer),
+            scaler=scaler,
             clip_norm=self._clip_norm,
             guard=self._guard,
         )
@@ -131,8 +138,8 @@ class Laconic(Callback):  # type: ignore[misc]
         self._silence.keep()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Average the gradients of a bare module: Lightning clips them next. DDP has done so."""
-        if self.session is not None:
+        """Average the gradients of a bare module: Lightning clips them next. DDP has done so in backward."""
+        if self.session is not None and _scaler_of(trainer) is None:  # scaled ones are averaged when they are unscaled
             self.session.average_gradients(cast("Optimizer", optimizer_inside(optimizer)))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

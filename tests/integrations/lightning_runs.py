@@ -1,0 +1,184 @@
+"""Runs of Lightning's Trainer and of Fabric in worker processes, as under torchrun; and a loop by hand to compare with."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import laconic
+from laconic.integrations.lightning import Laconic
+from tests.workers import _context
+
+# Processes fork from a server that has Lightning imported.
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "lightning.pytorch", "tests.workers"]
+)
+
+BATCHES = 5
+"""Batches of each worker in an epoch: no multiple of the periods below, so that an epoch ends between two syncs."""
+
+
+class Net(pl.LightningModule):  # type: ignore[misc]
+    """A small regression. `losses` are those of this worker."""
+
+    def __init__(self, lr: float = 0.1, norm: bool = True) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(
+            nn.Linear(16, 32), nn.BatchNorm1d(32) if norm else nn.Identity(), nn.Tanh(), nn.Linear(32, 1)
+        )
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        x, y = batch
+        loss = (self(x) - y).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
+
+
+class Manual(Net):
+    """The same with manual optimization and two optimizers, without a schedule of the learning rate."""
+
+    def __init__(self, lr: float = 0.1, norm: bool = True) -> None:
+        super().__init__(lr, norm)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(self.loss(batch))
+        first.step()
+        second.step()
+
+    def configure_optimizers(self) -> Any:
+        parts = [list(self.net[0].parameters()), list(self.net[1:].parameters())]
+        return [torch.optim.AdamW(part, lr=self.hparams["lr"]) for part in parts]
+
+
+def loader() -> DataLoader[Any]:
+    """The batches of all workers: Lightning gives each its share, by a sampler that shuffles by epoch."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(2 * 8 * BATCHES, 16, generator=generator)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=8, shuffle=True)
+
+
+@dataclass
+class Run:
+    """What one worker saw of a run."""
+
+    losses: list[float]
+    weights: Tensor
+    callback: Laconic | None
+    trainer: pl.Trainer
+
+    def same(self, other: Run) -> bool:
+        return self.losses == other.losses and torch.equal(self.weights, other.weights)
+
+
+def as_under_torchrun(worker: int, workers: int) -> None:
+    """Set what torchrun sets; the process group is there already."""
+    warnings.simplefilter("default")
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "tests"}
+    ranks = {"RANK": worker, "LOCAL_RANK": worker, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers, "GROUP_RANK": 0}
+    os.environ.update(address | {name: str(value) for name, value in ranks.items()})
+
+
+def fit(
+    plan: str | None,
+    epochs: int = 2,
+    *,
+    net: Callable[[], Net] = Net,
+    strategy: Any = None,
+    resume: Any = None,
+    callbacks: Sequence[Callback] = (),
+    options: dict[str, Any] | None = None,
+    **trainer: Any,
+) -> Run:
+    """Fit a net from one seed on every worker, under a plan or without laconic."""
+    torch.manual_seed(0)
+    model = net()
+    callback = None if plan is None else Laconic(plan, **(options or {}))
+    made = pl.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size() if dist.is_initialized() else 1,
+        strategy=strategy or (DDPStrategy() if dist.is_initialized() else "auto"),
+        max_epochs=epochs,
+        callbacks=[*([callback] if callback else []), *callbacks],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=any(isinstance(each, pl.callbacks.Checkpoint) for each in callbacks),
+        **trainer,
+    )
+    made.fit(model, loader(), ckpt_path=resume, weights_only=True)
+    return Run(model.losses, flat(model), callback, made)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def by_hand(
+    plan: str, epochs: int = 2, *, accumulate: int = 1, clip: float | None = None, bare: bool = False
+) -> tuple[list[float], Tensor, laconic.Session]:
+    """Train as `fit` does, in a loop of torch's own."""
+    torch.manual_seed(0)
+    net = Net()
+    model: nn.Module = net if bare else DDP(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    sampler = torch.utils.data.DistributedSampler(loader().dataset, shuffle=True, seed=0)
+    session = laconic.attach(laconic.plan(plan), model, optimizer)
+    losses = []
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        batches = list(DataLoader(loader().dataset, batch_size=8, sampler=sampler))
+        for index, (x, y) in enumerate(batches):
+            last = (index + 1) % accumulate == 0 or index + 1 == len(batches)
+            context = model.no_sync() if isinstance(model, DDP) and not last else torch.enable_grad()
+            with context:
+                loss = (model(x) - y).square().mean()
+                losses.append(loss.item())
+                (loss / accumulate).backward()
+            if not last:
+                continue
+            if clip is not None:
+                session.average_gradients()
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+    session.detach()
+    return losses, flat(net), session
+
+
+def half(scale: float = 2.0**10) -> MixedPrecision:
+    """fp16 with a GradScaler on the CPU, where Lightning itself would choose bf16."""
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))

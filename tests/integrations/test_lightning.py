@@ -1,0 +1,153 @@
+"""laconic under Lightning's Trainer: the losses, the bytes, and what a resumed run does, with two workers."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import laconic
+from laconic.cost import planned
+from tests.workers import listen, run_workers
+
+pytest.importorskip("lightning")
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+
+from laconic.integrations.lightning import Laconic, check_strategy
+from tests.integrations.lightning_runs import BATCHES, Manual, Net, as_under_torchrun, by_hand, fit, flat, half
+
+pytestmark = pytest.mark.frameworks
+
+COMPRESSED, LOCAL = "power_sgd(rank=2, min_compression=0)", "diloco(period=3)"
+CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+
+
+class Bare(DDPStrategy):  # type: ignore[misc]
+    """Workers of a process group, and no DDP model around the module."""
+
+    def configure_ddp(self) -> None:
+        pass
+
+
+def exact(worker: int) -> None:
+    as_under_torchrun(worker, 2)
+    for options in ({}, CLIPPED, {"net": Manual}, {"precision": "bf16-mixed"}):
+        plain, ours = fit(None, **options), fit("ddp()", **options)
+        assert plain.same(ours), options
+        assert ours.callback.session.step == ours.trainer.global_step // (2 if "net" in options else 1)
+        assert not ours.callback.session.attached
+
+
+def test_ddp_trains_as_lightning_does():
+    run_workers(exact, 2, timeout_s=150)
+
+
+def like_a_loop(worker: int) -> None:
+    as_under_torchrun(worker, 2)
+    for plan in (COMPRESSED, LOCAL):
+        ours = fit(plan, **CLIPPED)
+        losses, weights, session = by_hand(plan, accumulate=2, clip=0.1)
+        assert ours.losses == losses and torch.equal(ours.weights, weights), plan
+        ledger = ours.callback.session.ledger
+        assert ledger.wire_bytes == session.ledger.wire_bytes and ledger.collectives == session.ledger.collectives
+
+
+def test_accumulated_and_clipped_batches_train_as_in_a_loop():
+    run_workers(like_a_loop, 2, timeout_s=150)
+
+
+def unwrapped(worker: int) -> None:
+    as_under_torchrun(worker, 2)
+    for plan in (COMPRESSED, LOCAL):
+        ours = fit(plan, strategy=Bare(), **CLIPPED)
+        losses, weights, _ = by_hand(plan, accumulate=2, clip=0.1, bare=True)
+        assert ours.losses == losses and torch.equal(ours.weights, weights), plan
+        # Two optimizers under manual optimization do what one does, until its schedule lowers the learning rate.
+        one, two = fit(plan, 1, strategy=Bare()), fit(plan, 1, strategy=Bare(), net=Manual)
+        assert one.losses == two.losses
+
+
+def test_a_bare_module_is_averaged_before_it_is_clipped():
+    run_workers(unwrapped, 2, timeout_s=150)
+
+
+def half_precision(worker: int) -> list[list[float]]:
+    as_under_torchrun(worker, 2)
+    every = []
+    for plan in (COMPRESSED, LOCAL):
+        for strategy in (DDPStrategy(), Bare()):
+            # The first scale overflows: these steps are skipped, and counted.
+            run = fit(plan, 6, strategy=strategy, plugins=[half(2.0**18)], options={"clip_norm": 1.0})
+            assert run.callback.session.step == 6 * BATCHES
+            assert run.trainer.precision_plugin.scaler.get_scale() < 2.0**18
+            assert sum(run.losses[-5:]) < 0.5 * sum(run.losses[:5])
+            every.append(run.weights.tolist())
+    with pytest.raises(ValueError, match=r"gradient_clip_val=0.5\) with Laconic: .* Laconic\(..., clip_norm=0.5\)"):
+        fit("ddp()", plugins=[half()], gradient_clip_val=0.5)
+    return every[:2]
+
+
+def test_fp16_with_a_grad_scaler():
+    first, second = run_workers(half_precision, 2, timeout_s=150)
+    assert first == second, "replicas are equal where gradients are averaged"
+
+
+def counted(worker: int) -> dict[str, tuple[float, float]]:
+    as_under_torchrun(worker, 2)
+    found = {}
+    shapes = {name: tuple(p.shape) for name, p in Net(norm=False).named_parameters()}
+    for plan in ("ddp()", COMPRESSED, "Plan(schedule=Every(5))", LOCAL):
+        session = fit(plan, epochs=6, net=partial(Net, norm=False)).callback.session
+        phases = session.ledger.totals(by="phase")
+        sent = sum(total.wire_bytes for name, total in phases.items() if name in ("gradient", "weights"))
+        found[plan] = (sent, laconic.sent_bytes(laconic.plan(plan), shapes) * session.step)
+        assert session.step == 30
+    return found
+
+
+def test_the_ledger_has_the_planned_bytes():
+    first, _ = run_workers(counted, 2, timeout_s=150)  # shards of few rows are uneven: the plan is that of worker 0
+    for plan, (sent, planned) in first.items():
+        assert sent == pytest.approx(planned), plan
+
+
+def resumed(worker: int, plan: str, net: type[Net], folder: str) -> None:
+    as_under_torchrun(worker, 2)
+    whole = fit(plan, epochs=3, net=net)
+    kept = ModelCheckpoint(folder, filename="{epoch}", save_top_k=2, monitor="step", mode="max", save_last=True)
+    fit(plan, epochs=2, net=net, callbacks=[kept])
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
+    for epochs, name in ((1, "epoch=0.ckpt"), (2, "last.ckpt")):
+        after = fit(plan, epochs=3, net=net, resume=f"{folder}/{name}")
+        assert after.losses == whole.losses[epochs * BATCHES :] and torch.equal(after.weights, whole.weights)
+        assert after.callback.session.step == 3 * BATCHES
+    after.trainer.save_checkpoint(f"{folder}/end.ckpt")  # after fit: the session is detached
+    again = fit(plan, epochs=4, net=net, resume=f"{folder}/end.ckpt")
+    assert again.losses == fit(plan, epochs=4, net=net).losses[3 * BATCHES :]
+
+
+@pytest.mark.parametrize(
+    ("plan", "net"), [(COMPRESSED, Net), (LOCAL, Net), ("streaming_diloco(period=4, fragments=2, delay=1)", Manual)]
+)
+def test_a_resumed_run_is_the_uninterrupted_one(plan, net, tmp_path):
+    run_workers(resumed, 2, args=(plan, net, str(tmp_path)), timeout_s=150)
+    saved = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)
+    first, second = saved["laconic"]["workers"]
+    assert set(first) == {"session"} and bool(second["model"]) == laconic.plan(plan).local
+    assert torch.equal(
+        flat(net.load_from_checkpoint(tmp_path / "epoch=1.ckpt", weights_only=True)),
+        torch.cat([saved["state_dict"][name].flatten() for name, _ in net().named_parameters()]),
+    )
+    if plan == COMPRESSED:  # what is equal on both workers is written once
+        without = {key: value for key, value in saved.items() if key != "laconic"}
+        torch.save(without, tmp_path / "without.ckpt")
+        states = 2 * 4 * sum(p.numel() for p in net().parameters())
+        grown = (tmp_path / "epoch=1.ckpt").stat().st_size - (tmp_path / "without.ckpt").stat().st_size
+        assert grown < 2 * states + 20_000
