@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import laconic
-from laconic.cost import planned
+from laconic import checkpoint
+from laconic.checkpoint.tree import flatten
 from tests.workers import listen, run_workers
 
 pytest.importorskip("lightning")
@@ -20,13 +24,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
-from laconic.integrations.lightning import Laconic, check_strategy
+from laconic.integrations.lightning import Laconic
 from tests.integrations.lightning_runs import BATCHES, Manual, Net, as_under_torchrun, by_hand, fit, flat, half
 
 pytestmark = pytest.mark.frameworks
 
 COMPRESSED, LOCAL = "power_sgd(rank=2, min_compression=0)", "diloco(period=3)"
-CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+CLIPPED: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
 
 
 class Bare(DDPStrategy):  # type: ignore[misc]
@@ -38,11 +42,12 @@ class Bare(DDPStrategy):  # type: ignore[misc]
 
 def exact(worker: int) -> None:
     as_under_torchrun(worker, 2)
-    for options in ({}, CLIPPED, {"net": Manual}, {"precision": "bf16-mixed"}):
+    every: list[dict[str, Any]] = [{}, CLIPPED, {"net": Manual}, {"precision": "bf16-mixed"}]
+    for options in every:
         plain, ours = fit(None, **options), fit("ddp()", **options)
         assert plain.same(ours), options
-        assert ours.callback.session.step == ours.trainer.global_step // (2 if "net" in options else 1)
-        assert not ours.callback.session.attached
+        assert ours.session.step == ours.trainer.global_step // (2 if "net" in options else 1)
+        assert not ours.session.attached
 
 
 def test_ddp_trains_as_lightning_does():
@@ -55,7 +60,7 @@ def like_a_loop(worker: int) -> None:
         ours = fit(plan, **CLIPPED)
         losses, weights, session = by_hand(plan, accumulate=2, clip=0.1)
         assert ours.losses == losses and torch.equal(ours.weights, weights), plan
-        ledger = ours.callback.session.ledger
+        ledger = ours.session.ledger
         assert ledger.wire_bytes == session.ledger.wire_bytes and ledger.collectives == session.ledger.collectives
 
 
@@ -80,23 +85,23 @@ def test_a_bare_module_is_averaged_before_it_is_clipped():
 
 def half_precision(worker: int) -> list[list[float]]:
     as_under_torchrun(worker, 2)
-    every = []
-    for plan in (COMPRESSED, LOCAL):
-        for strategy in (DDPStrategy(), Bare()):
-            # The first scale overflows: these steps are skipped, and counted.
-            run = fit(plan, 6, strategy=strategy, plugins=[half(2.0**18)], options={"clip_norm": 1.0})
-            assert run.callback.session.step == 6 * BATCHES
-            assert run.trainer.precision_plugin.scaler.get_scale() < 2.0**18
-            assert sum(run.losses[-5:]) < 0.5 * sum(run.losses[:5])
-            every.append(run.weights.tolist())
+    scaler = partial(half, 2.0**18)  # overflows at first: these steps are skipped, and counted
+    assert fit(None, plugins=[scaler()]).same(fit("ddp()", plugins=[scaler()]))
+    assert fit(None, plugins=[half()]).same(fit("ddp()", strategy=Bare(), plugins=[half()]))
+    runs = [
+        fit(plan, plugins=[scaler()], options={"clip_norm": 1.0}) for plan in (COMPRESSED, "Plan(schedule=Every(5))")
+    ]
+    for run in runs:
+        assert run.session.step == 2 * BATCHES
+        assert run.trainer.precision_plugin.scaler.get_scale() < 2.0**18
     with pytest.raises(ValueError, match=r"gradient_clip_val=0.5\) with Laconic: .* Laconic\(..., clip_norm=0.5\)"):
         fit("ddp()", plugins=[half()], gradient_clip_val=0.5)
-    return every[:2]
+    return [run.weights.tolist() for run in runs]
 
 
 def test_fp16_with_a_grad_scaler():
     first, second = run_workers(half_precision, 2, timeout_s=150)
-    assert first == second, "replicas are equal where gradients are averaged"
+    assert first == second, "all workers have the same weights after the last step"
 
 
 def counted(worker: int) -> dict[str, tuple[float, float]]:
@@ -104,7 +109,7 @@ def counted(worker: int) -> dict[str, tuple[float, float]]:
     found = {}
     shapes = {name: tuple(p.shape) for name, p in Net(norm=False).named_parameters()}
     for plan in ("ddp()", COMPRESSED, "Plan(schedule=Every(5))", LOCAL):
-        session = fit(plan, epochs=6, net=partial(Net, norm=False)).callback.session
+        session = fit(plan, epochs=6, net=partial(Net, norm=False)).session
         phases = session.ledger.totals(by="phase")
         sent = sum(total.wire_bytes for name, total in phases.items() if name in ("gradient", "weights"))
         found[plan] = (sent, laconic.sent_bytes(laconic.plan(plan), shapes) * session.step)
@@ -127,7 +132,7 @@ def resumed(worker: int, plan: str, net: type[Net], folder: str) -> None:
     for epochs, name in ((1, "epoch=0.ckpt"), (2, "last.ckpt")):
         after = fit(plan, epochs=3, net=net, resume=f"{folder}/{name}")
         assert after.losses == whole.losses[epochs * BATCHES :] and torch.equal(after.weights, whole.weights)
-        assert after.callback.session.step == 3 * BATCHES
+        assert after.session.step == 3 * BATCHES
     after.trainer.save_checkpoint(f"{folder}/end.ckpt")  # after fit: the session is detached
     again = fit(plan, epochs=4, net=net, resume=f"{folder}/end.ckpt")
     assert again.losses == fit(plan, epochs=4, net=net).losses[3 * BATCHES :]
@@ -151,3 +156,92 @@ def test_a_resumed_run_is_the_uninterrupted_one(plan, net, tmp_path):
         states = 2 * 4 * sum(p.numel() for p in net().parameters())
         grown = (tmp_path / "epoch=1.ckpt").stat().st_size - (tmp_path / "without.ckpt").stat().st_size
         assert grown < 2 * states + 20_000
+
+
+class Watch(pl.Callback):  # type: ignore[misc]
+    """Calls a function with the session when an epoch starts. It comes after `Laconic` in the list."""
+
+    def __init__(self, call: Callable[[Any, laconic.Session], object]) -> None:
+        self._call = call
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        (callback,) = (each for each in trainer.callbacks if isinstance(each, Laconic))
+        assert callback.session is not None
+        self._call(trainer, callback.session)
+
+
+def change(trainer: Any, session: laconic.Session) -> None:
+    if trainer.current_epoch == 0:
+        session.change(laconic.quantized_ddp(bits=4))
+
+
+def other_plans(worker: int, folder: str) -> None:
+    as_under_torchrun(worker, 2)
+    # A plan that the session has changed to, as a guard does, goes on in a resumed run.
+    whole = fit(COMPRESSED, callbacks=[Watch(change)])
+    fit(COMPRESSED, 1, callbacks=[ModelCheckpoint(folder, filename="two"), Watch(change)])
+    after = fit(COMPRESSED, resume=f"{folder}/two.ckpt", callbacks=[Watch(change)])
+    assert after.session.plan == laconic.quantized_ddp(bits=4)
+    assert after.losses == whole.losses[BATCHES:] and torch.equal(after.weights, whole.weights)
+    # Another plan that the user gives takes the place of the one that was saved.
+    after = fit(LOCAL, resume=f"{folder}/two.ckpt")
+    assert after.session.plan == laconic.plan(LOCAL) and after.session.step == 2 * BATCHES
+    # A checkpoint that was saved without laconic.
+    fit(None, 1, callbacks=[ModelCheckpoint(folder, filename="plain")])
+    said = listen()
+    fit(COMPRESSED, resume=f"{folder}/plain.ckpt")
+    assert any(re.search("plain.ckpt has no state of laconic: .* residuals start at zero", line) for line in said)
+
+
+def test_a_resumed_run_with_another_plan_or_number_of_workers(tmp_path):
+    run_workers(other_plans, 2, args=(str(tmp_path),), timeout_s=150)
+    path = tmp_path / "two.ckpt"
+    with pytest.raises(ValueError, match=r"two.ckpt'\): 2 workers saved this checkpoint, and there are 1; .*resize="):
+        fit(COMPRESSED, resume=path)
+    old = [worker["session"] for worker in torch.load(path, weights_only=True)["laconic"]["workers"]]
+    (expected,), found = checkpoint.resize(old, 1), []
+    fit(
+        COMPRESSED,
+        resume=path,
+        options={"resize": "sum"},
+        callbacks=[Watch(lambda trainer, session: found.append(session.state_dict()))],
+    )
+    (skeleton, tensors), (seen, held) = flatten(expected["state"]), flatten(found[0]["state"])
+    assert seen == skeleton and all(torch.equal(held[name], t) for name, t in tensors.items())
+    assert found[0]["step"] == BATCHES and any("residual" in name for name in tensors)
+    with pytest.raises(ValueError, match=r'Laconic\(resize=True\): resize must be "sum", "mean" or None'):
+        Laconic("ddp()", resize=True)  # type: ignore[arg-type]
+
+
+class Failing(Net):
+    def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise OSError("the disk is full")
+
+
+def failing(worker: int, folder: str) -> None:
+    as_under_torchrun(worker, 2)
+    callback = Laconic(COMPRESSED)
+    saving = ModelCheckpoint(folder, filename="failed", save_on_exception=True)
+    with pytest.raises(OSError, match="disk is full"):
+        fit(None, net=Failing, callbacks=[callback, saving])
+    assert callback.session is not None and callback.session.step == 3 and not callback.session.attached
+
+
+def test_an_error_detaches(tmp_path):
+    run_workers(failing, 2, args=(str(tmp_path),), timeout_s=150)
+    assert "laconic" not in torch.load(tmp_path / "failed.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (FSDPStrategy(), r'Laconic under FSDPStrategy: .* Use Trainer\(strategy="ddp"\)'),
+        (ModelParallelStrategy(), r"Laconic under ModelParallelStrategy: .* laconic.attach\(plan, model, optimizer\)"),
+        (DDPStrategy(ddp_comm_hook=allreduce_hook), r"DDPStrategy\(ddp_comm_hook=allreduce_hook\): .* Leave out"),
+    ],
+)
+def test_refuses_strategies_that_average_themselves(strategy, text):
+    with pytest.raises(ValueError, match=text):
+        Laconic("ddp()").setup(SimpleNamespace(strategy=strategy), None, "fit")
+    Laconic("ddp()").setup(SimpleNamespace(strategy=strategy), None, "validate")
