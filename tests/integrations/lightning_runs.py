@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -182,3 +186,44 @@ def by_hand(
 def half(scale: float = 2.0**8) -> MixedPrecision:
     """fp16 with a GradScaler on the CPU, where Lightning itself would choose bf16."""
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))
+
+
+class Counter(Callback):  # type: ignore[misc]
+    """Counts what the interface sends between two batches, and what the ledger has of it."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self.sent: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (self.first, self.last):
+            time.sleep(0.2)  # acknowledgements of the last collective
+            interface = int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+            sign = 1 if batch_idx == self.last else -1
+            (callback,) = (each for each in trainer.callbacks if isinstance(each, Laconic))
+            assert callback.session is not None
+            self.sent += [sign * interface, sign * callback.session.ledger.wire_bytes]
+
+
+class Quiet(Callback):  # type: ignore[misc]
+    """Leaves out what Lightning broadcasts in every batch: whether worker 0 got SIGTERM."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+
+def count_silent_steps(worker: str, leader: str) -> None:
+    """Print the bytes of three local steps, at the interface and in the ledger, also without Lightning's broadcast."""
+    as_under_torchrun(int(worker), 2)
+    dist.init_process_group("gloo", init_method=f"tcp://{leader}:29500", rank=int(worker), world_size=2)
+    found = {}
+    for net in (Net, Manual):
+        for quiet in (False, True):
+            counter = Counter(first=1, last=BATCHES - 1)
+            callbacks: list[Callback] = [counter, *([Quiet()] if quiet else [])]
+            strategy = DDPStrategy(find_unused_parameters=True)
+            fit("Plan(schedule=Every(100))", 1, net=net, strategy=strategy, callbacks=callbacks)
+            found[f"{net.__name__} {'quiet' if quiet else 'as it is'}"] = [
+                sum(counter.sent[kind::2]) for kind in range(2)
+            ]
+    sys.stdout.write(json.dumps(found))

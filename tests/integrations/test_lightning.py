@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 import laconic
 from laconic import checkpoint
 from laconic.checkpoint.tree import flatten
+from tests.namespaces import hosts, needs_root
 from tests.workers import listen, run_workers
 
 pytest.importorskip("lightning")
@@ -245,3 +249,44 @@ def test_refuses_strategies_that_average_themselves(strategy, text):
     with pytest.raises(ValueError, match=text):
         Laconic("ddp()").setup(SimpleNamespace(strategy=strategy), None, "fit")
     Laconic("ddp()").setup(SimpleNamespace(strategy=strategy), None, "validate")
+
+
+@needs_root[1]
+def test_the_interface_sends_nothing_in_local_steps():
+    code = "import sys; from tests.integrations.lightning_runs import count_silent_steps as c; c(*sys.argv[1:])"
+    environment = f"env GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 {sys.executable} -W ignore -c"
+    with hosts(2) as made:
+        processes = [
+            subprocess.Popen(
+                [*f"ip netns exec {name} {environment}".split(), code, str(index), made[0][1]],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for index, (name, _) in enumerate(made)
+        ]
+        try:
+            outputs = [process.communicate(timeout=120) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    for out, err in outputs:
+        assert out, err[-3000:]
+        for what, (interface, ledger) in json.loads(out).items():
+            assert ledger == 0, what
+            # Lightning 2.6 broadcasts 8 bytes in each batch: a packet and its acknowledgement, with their headers.
+            assert interface <= (0 if what.endswith("quiet") else 3 * 300), what
+
+
+def test_the_blocks_of_the_page_run(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text()
+    blocks = re.findall(r"^```python lightning\n(.*?)^```", page, re.M | re.S)
+    assert len(blocks) >= 2
+    for number, block in enumerate(blocks):
+        (tmp_path / f"block{number}.py").write_text(block)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [*torchrun, f"block{number}.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
