@@ -33,6 +33,8 @@ def wire_bytes(op: str, payload: int, workers: int, distance: int = 0, own: int 
     (1500, 3000)
     >>> [wire_bytes("broadcast", 1000, workers=4, distance=d) for d in range(4)]
     [2000, 1000, 0, 0]
+    >>> [wire_bytes("gather", 1000, workers=4, distance=d) for d in range(4)]
+    [0, 1000, 1000, 1000]
     """
     if op == "all_reduce":
         return 2 * (workers - 1) * payload // workers

@@ -13,19 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import laconic
-from laconic.integrations.lightning import Laconic
 from tests.workers import _context
+
+pytest.importorskip("lightning")
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+
+from laconic.integrations.lightning import Laconic
 
 # Processes fork from a server that has Lightning imported.
 _context.set_forkserver_preload(
