@@ -194,20 +194,35 @@ def half(scale: float = 2.0**8) -> MixedPrecision:
 
 
 class Counter(Callback):  # type: ignore[misc]
-    """Counts what the interface sends between two batches, and what the ledger has of it."""
+    """Counts what the interface sends between two batches, and what the ledger has of it.
 
-    def __init__(self, first: int, last: int) -> None:
-        self.first, self.last = first, last
-        self.sent: list[int] = []
+    The workers meet through files: a packet of a worker that is ahead would be acknowledged by one that still counts.
+    """
+
+    def __init__(self, folder: Path, first: int, last: int) -> None:
+        self.folder, self.first, self.last = folder, first, last
+        self.sent = [0, 0]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx in (self.first, self.last):
-            time.sleep(0.2)  # acknowledgements of the last collective
-            interface = int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
-            sign = 1 if batch_idx == self.last else -1
-            (callback,) = (each for each in trainer.callbacks if isinstance(each, Laconic))
-            assert callback.session is not None
-            self.sent += [sign * interface, sign * callback.session.ledger.wire_bytes]
+        if batch_idx not in (self.first, self.last):
+            return
+        if batch_idx == self.first:
+            self.meet(trainer.global_rank, "before")
+            time.sleep(0.3)  # acknowledgements that are still to come
+        (callback,) = (each for each in trainer.callbacks if isinstance(each, Laconic))
+        assert callback.session is not None
+        interface = int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+        now = interface, callback.session.ledger.wire_bytes
+        self.sent = [count - before for count, before in zip(now, self.sent, strict=True)]
+        self.meet(trainer.global_rank, str(batch_idx))
+
+    def meet(self, worker: int, name: str) -> None:
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / f"{name} {worker}").touch()
+        deadline = time.monotonic() + 60
+        while not (self.folder / f"{name} {1 - worker}").exists():
+            assert time.monotonic() < deadline, f"the other worker does not come to {name}"
+            time.sleep(0.01)
 
 
 class Quiet(Callback):  # type: ignore[misc]
@@ -217,18 +232,17 @@ class Quiet(Callback):  # type: ignore[misc]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
-def count_silent_steps(worker: str, leader: str) -> None:
+def count_silent_steps(worker: str, leader: str, folder: str) -> None:
     """Print the bytes of three local steps, at the interface and in the ledger, also without Lightning's broadcast."""
     as_under_torchrun(int(worker), 2)
     dist.init_process_group("gloo", init_method=f"tcp://{leader}:29500", rank=int(worker), world_size=2)
     found = {}
     for net in (Net, Manual):
         for quiet in (False, True):
-            counter = Counter(first=1, last=BATCHES - 1)
+            what = f"{net.__name__} {'quiet' if quiet else 'as it is'}"
+            counter = Counter(Path(folder, what), first=1, last=BATCHES - 1)
             callbacks: list[Callback] = [counter, *([Quiet()] if quiet else [])]
             strategy = DDPStrategy(find_unused_parameters=True)
             fit("Plan(schedule=Every(100))", 1, net=net, strategy=strategy, callbacks=callbacks)
-            found[f"{net.__name__} {'quiet' if quiet else 'as it is'}"] = [
-                sum(counter.sent[kind::2]) for kind in range(2)
-            ]
+            found[what] = counter.sent
     sys.stdout.write(json.dumps(found))

@@ -258,13 +258,13 @@ def test_refuses_strategies_that_average_themselves(strategy, text):
 
 
 @needs_root[1]
-def test_the_interface_sends_nothing_in_local_steps():
+def test_the_interface_sends_nothing_in_local_steps(tmp_path):
     code = "import sys; from tests.integrations.lightning_runs import count_silent_steps as c; c(*sys.argv[1:])"
     environment = f"env GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 {sys.executable} -W ignore -c"
     with hosts(2) as made:
         processes = [
             subprocess.Popen(
-                [*f"ip netns exec {name} {environment}".split(), code, str(index), made[0][1]],
+                [*f"ip netns exec {name} {environment}".split(), code, str(index), made[0][1], str(tmp_path)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -282,7 +282,8 @@ def test_the_interface_sends_nothing_in_local_steps():
         for what, (interface, ledger) in json.loads(out).items():
             assert ledger == 0, what
             # Lightning 2.6 broadcasts 8 bytes in each batch: a packet and its acknowledgement, with their headers.
-            assert interface <= (0 if what.endswith("quiet") else 3 * 300), what
+            # Without it there is not even one empty packet a step; ARP may send one at any time.
+            assert interface < 3 * (66 if what.endswith("quiet") else 300), what
 
 
 def test_the_blocks_of_the_page_run(tmp_path):
