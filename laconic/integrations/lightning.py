@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -35,7 +35,6 @@ from laconic.checkpoint.gathering import gather_states
 from laconic.checks.finite import NonFinite
 from laconic.session.anchor import Anchors
 from laconic.session.guard import Mode
-from laconic.session.unwrap import optimizer_inside
 from laconic.session.weights import Commit
 
 logger = logging.getLogger("laconic.lightning")
@@ -140,7 +139,7 @@ class Laconic(Callback):  # type: ignore[misc]
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Average the gradients of a bare module: Lightning clips them next. DDP has done so in backward."""
         if self.session is not None and _scaler_of(trainer) is None:  # scaled ones are averaged when they are unscaled
-            self.session.average_gradients(cast("Optimizer", optimizer_inside(optimizer)))
+            self.session.average_gradients(optimizer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Detach. A checkpoint that is saved because of an error has no workers' state: others may not be there."""

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import laconic
-from tests.workers import _context
+from tests.workers import PRELOADED
 
 pytest.importorskip("lightning")
 
@@ -32,10 +32,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from laconic.integrations.lightning import Laconic
 
-# Processes fork from a server that has Lightning imported.
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "lightning.pytorch", "tests.workers"]
-)
+PRELOADED.append("lightning.pytorch")
 
 BATCHES = 5
 """Batches of each worker in an epoch: no multiple of the periods below, so that an epoch ends between two syncs."""
