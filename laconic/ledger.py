@@ -31,11 +31,14 @@ def wire_bytes(op: str, payload: int, workers: int, distance: int = 0, own: int 
     An all_gather sends p−1 payloads: each worker forwards the part of every other.
     A broadcast sends p−1 payloads in all, along gloo's binomial tree: the worker at `distance` d from its source sends
     one to each d + 2^i with 2^i > d. The source sends log₂ p payloads, and half of the workers none.
+    A gather sends one payload from every worker but the first, which is at `distance` 0.
 
     >>> wire_bytes("all_reduce", 1000, workers=4), wire_bytes("all_gather", 1000, workers=4)
     (1500, 3000)
     >>> [wire_bytes("broadcast", 1000, workers=4, distance=d) for d in range(4)]
     [2000, 1000, 0, 0]
+    >>> [wire_bytes("gather", 1000, workers=4, distance=d) for d in range(4)]
+    [0, 1000, 1000, 1000]
     """
     if op == "all_reduce":
         return 2 * (workers - 1) * payload // workers
@@ -43,6 +46,8 @@ def wire_bytes(op: str, payload: int, workers: int, distance: int = 0, own: int 
         return payload - (-(-payload // workers) if own is None else own)
     if op == "broadcast":
         return payload * sum(distance < 1 << i < workers - distance for i in range(workers.bit_length()))
+    if op == "gather":
+        return payload if distance else 0
     return (workers - 1) * payload
 
 
