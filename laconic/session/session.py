@@ -202,7 +202,7 @@ class Session:
         """Go on with another plan from the next step. Every worker calls it after the same step.
 
         Weights that differ after local steps are averaged first; so are moments, if the new plan averages gradients.
-        It sends residuals of gradients with the next 32, or drops them if it averages none. Those of deltas are applied.
+        It sends residuals of gradients with the next 32, or drops them if it averages none. Those of deltas: applied.
         """
         self._steps.change(plan)
 
