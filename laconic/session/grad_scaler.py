@@ -33,6 +33,7 @@ class ScaledSteps:
         self._native = skips_itself(optimizer)
         self._removed: list[tuple[Tensor, Tensor]] = []
         self._flag: Tensor | None = None
+        self._begun = False
 
     def declare(self) -> ScaledSteps:
         """Declare that the optimizer supports scaling: the caller runs `begin_step` and `end_step`."""
@@ -116,6 +117,7 @@ class ScaledSteps:
 
     def begin_step(self) -> None:
         """Skip the update if the GradScaler has found an overflow."""
+        self._begun = True
         found = getattr(self.optimizer, "found_inf", None)
         if self._native or found is None:
             return
@@ -126,6 +128,12 @@ class ScaledSteps:
 
     def end_step(self) -> None:
         """Put the gradients of a skipped step back."""
+        if not self._begun:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step(closure) has not called its closure, in which gradients are "
+                "averaged and checked. Compute them before: call closure(), then optimizer.step()."
+            )
+        self._begun = False
         for p, grad in self._removed:
             p.grad = grad
         self._removed = []

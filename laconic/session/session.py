@@ -24,6 +24,7 @@ from laconic.checks.divergence import DivergenceCheck
 from laconic.checks.finite import NonFinite, check_policy
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
+from laconic.session.closures import Arguments, run_when_ready
 from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager
 from laconic.session.health import Health
@@ -41,8 +42,7 @@ class Session:
         self.ledger = ledger
         self.health: Health | None = None
         """The last measurement of the guard; None without one. See `attach(guard=...)`."""
-        self._steps = steps
-        self._averager = averager
+        self._steps, self._averager = steps, averager
         self._removals: list[Callable[[], None]] = []
         self._observers: list[StepObserver] = []
 
@@ -264,15 +264,15 @@ class Session:
             self.detach()
             raise
 
-    def _before_step(
-        self, scaled: ScaledSteps, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if is_nested_step(optimizer):
-            return
-        closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
-        self._steps.check_closure(closure)
-        self._before(scaled, step_follows=True)
-        scaled.begin_step()
+    def _before_step(self, scaled: ScaledSteps, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
+        return None if is_nested_step(optimizer) else run_when_ready(args, kwargs, partial(self._ready, scaled))
+
+    def _ready(self, scaled: ScaledSteps, evaluations: int) -> None:
+        if evaluations == 1:
+            self._before(scaled, step_follows=True)
+            scaled.begin_step()
+        else:
+            self._steps.evaluated_again(scaled)
 
     def _after_step(self, scaled: ScaledSteps, optimizer: Optimizer, *_: object) -> None:
         if not is_nested_step(optimizer):
