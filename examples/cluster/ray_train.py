@@ -4,8 +4,8 @@
 
 or, from outside the cluster,
 
-    ray job submit --working-dir examples/cluster --runtime-env-json '{"env_vars": {"LACONIC_PLAN": "diloco(period=16)"}}' \
-        -- python ray_train.py --workers 2 --storage s3://bucket/ray
+    ray job submit --working-dir examples/cluster -- \
+        env LACONIC_PLAN="diloco(period=16)" python ray_train.py --workers 2 --storage s3://bucket/ray
 """
 
 import argparse
