@@ -42,7 +42,7 @@ def work(config: dict[str, str]) -> None:
     results = {}
 
     def measure(name: str, plan: str | None, report: bool = False, steps: int = 0) -> None:
-        session = None if plan is None else laconic.attach(laconic.plan(plan), model, optimizer)
+        session = None if plan is None else laconic.attach(laconic.plan(plan), model, optimizer, sync_initial=True)
         torch.distributed.barrier()
         start, before, wire, count = time.monotonic(), sent(), session.ledger.wire_bytes if session else 0, 0
         while count < steps if steps else time.monotonic() - start < SECONDS:
@@ -103,7 +103,7 @@ def main() -> None:
         finally:
             for node in reversed(nodes):
                 node.send_signal(signal.SIGTERM)
-                node.wait(30)
+                node.wait(60)  # Ray drains a node for up to 30 s
         for rank in range(2):
             for name, found in json.loads(Path(results, f"{rank}.json").read_text()).items():
                 rate = found["interface"] / found["seconds"]
