@@ -36,7 +36,7 @@ from laconic.session.observers import make, observers_from_env
 from laconic.session.session import Session
 from laconic.session.steps import Steps
 from laconic.session.stop import StepHeaders, Stop
-from laconic.session.unwrap import check_wrapper, model_inside, optimizer_inside
+from laconic.session.unwrap import check_wrapper, model_inside, optimizer_inside, scaler_of
 from laconic.session.weights import Commit, WeightSync
 from laconic.session.wrapping import check_first_step, check_wrapping, remember
 from laconic.torch_private.fsdp import find_units
@@ -97,7 +97,8 @@ def attach(
             one; 0 is never.
         compress_alone: Whether the codec also runs in a world of one, to measure it; nothing is sent there.
         scaler: The GradScaler of the training, if there is one. A DDP or sharded model averages scaled gradients, and
-            error feedback must know when the loss scale changes. Bare modules do not need it.
+            error feedback must know when the loss scale changes. Bare modules do not need it. That of accelerate is
+            found in its wrapper of the optimizer.
         clip_norm: Scale the averaged gradients of each optimizer down to this norm before it steps, as torch's
             `clip_grad_norm_` does: over all shards, after unscaling, and also in steps that average nothing.
         guard: "warn" measures what the plan delivers (`session.health`), and logs a warning if it falls behind. "act"
@@ -106,7 +107,9 @@ def attach(
     Raises:
         DisagreementError: On all workers, if they differ in model, plan or versions.
     """
-    optimizers = check_arguments(plan, model, optimizer)
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = check_arguments(plan, model, given)
+    scaler = scaler or next(filter(None, map(scaler_of, given)), None)
     model = model_inside(model)
     clipping = Clipping(clip_norm)
     check_wrapping(model)
@@ -138,7 +141,7 @@ def attach(
         tell_learning_rates(known.world, optimizers)
         known.prepare(plan.levels)
         headers = StepHeaders(plan, model_state, Stop())
-        scaled = [ScaledSteps(each) for each in optimizers]
+        scaled = [ScaledSteps(each, wrapper) for each, wrapper in zip(optimizers, given, strict=True)]
         path: GradientPath
         if units:
             path = ShardedPath(units, averager, headers)
@@ -155,7 +158,7 @@ def attach(
             observers.insert(0, GuardObserver(guarding, averager.probe, path))
         if plan.observer and (own := make(plan.observer)) is not None:
             observers.append(own)
-        session.install(scaled)
+        session.install()
         remember(session)
     except BaseException:
         known.close()
@@ -169,8 +172,8 @@ def attach(
     return session
 
 
-def check_arguments(plan: object, model: object, optimizer: object) -> list[Optimizer]:
-    """Refuse what cannot be attached; return the optimizers."""
+def check_arguments(plan: object, model: object, given: Sequence[object]) -> list[Optimizer]:
+    """Refuse what cannot be attached; return the optimizers inside those that were given."""
     if not isinstance(plan, Plan):
         raise TypeError(
             f"attach({_shown(plan)}, ...): the first argument is a Plan, such as laconic.power_sgd(rank=4). "
@@ -178,7 +181,6 @@ def check_arguments(plan: object, model: object, optimizer: object) -> list[Opti
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach(plan, {_shown(model)}, ...): the second argument is the model, a torch.nn.Module.")
-    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     for each in given:
         check_wrapper(each, plan)
     optimizers = [each for each in map(optimizer_inside, given) if isinstance(each, Optimizer)]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from laconic.session.unwrap import report_step
 from laconic.torch_private.optimizers import is_nested_step
 
 _FLAG = "_step_supports_amp_scaling"
@@ -26,10 +27,15 @@ def skips_itself(optimizer: Optimizer) -> bool:
 
 
 class ScaledSteps:
-    """Lets one optimizer be called at every step, whatever a GradScaler finds."""
+    """Lets one optimizer be called at every step, whatever a GradScaler finds.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    `wrapper` is what a framework has put around the optimizer; it is told which steps were skipped.
+    """
+
+    def __init__(self, optimizer: Optimizer, wrapper: object = None) -> None:
         self.optimizer = optimizer
+        self._wrapper = wrapper
+        self._skipped = False
         self._native = skips_itself(optimizer)
         self._removed: list[tuple[Tensor, Tensor]] = []
         self._flag: Tensor | None = None
@@ -88,6 +94,7 @@ class ScaledSteps:
 
     def skip_step(self) -> None:
         """Let the step that is about to begin change nothing."""
+        self._skipped = True
         for p in self._with_gradient():
             assert p.grad is not None
             self._removed.append((p, p.grad))
@@ -133,7 +140,8 @@ class ScaledSteps:
                 f"{type(self.optimizer).__name__}.step(closure) has not called its closure, in which gradients are "
                 "averaged and checked. Compute them before: call closure(), then optimizer.step()."
             )
-        self._begun = False
+        report_step(self._wrapper, self._skipped)
+        self._begun = self._skipped = False
         for p, grad in self._removed:
             p.grad = grad
         self._removed = []

@@ -77,6 +77,11 @@ class Session:
         return None if (timeout := self._steps.levels.world.timeout) is None else timeout.limit_s
 
     @property
+    def optimizers(self) -> list[Optimizer]:
+        """The torch optimizers whose steps the session counts, without what a framework has put around them."""
+        return [each.optimizer for each in self._steps.scaled]
+
+    @property
     def parameters(self) -> Mapping[str, Tensor]:
         """The trained parameters by name, as the model and the optimizers know them."""
         self._averager.model_state.refresh()
@@ -172,15 +177,13 @@ class Session:
         `validation` is a validation loss, or a function without arguments that computes it: `laconic compare` calls it
         now and then, on the mean of all workers' weights. Without observers this does nothing and returns False.
         """
-        stops = [observer.report(self, loss, tokens, validation) for observer in self._observers]  # every one gets it
-        return any(stops)
+        return sum(observer.report(self, loss, tokens, validation) for observer in self._observers) > 0  # each gets it
 
     def stop_on(self, *signals: signal.Signals, every_s: float = 0.5) -> None:
         """Stop on these signals, by default SIGTERM. Every worker calls it, before the first step.
 
         When one worker gets a signal, `should_stop` becomes True on all after the same step: save, and leave the loop.
-        DDP and sharded models that average gradients then exchange a header of some 50 bytes every `every_s` seconds.
-        Under `alone()` each worker stops for itself.
+        DDP and sharded models that average gradients exchange 50 bytes every `every_s`. `alone()` stops one worker.
         """
         self._steps.stop_on(signals or (signal.SIGTERM,), every_s)
 
@@ -205,8 +208,7 @@ class Session:
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather a row of numbers from every worker, in their order. Every worker calls it with as many numbers."""
-        rows: list[list[int]] = self._steps.levels.world.gather(torch.tensor(numbers, dtype=torch.int64)).tolist()
-        return rows
+        return list(self._steps.levels.world.gather(torch.tensor(numbers, dtype=torch.int64)).tolist())
 
     def regroup(self, group: dist.ProcessGroup) -> None:
         """Go on with the workers of another group, after some were lost or new ones came. For bare modules.
@@ -230,9 +232,8 @@ class Session:
 
     def detach(self) -> None:
         """Remove all hooks. A DDP model then averages gradients as DDP does."""
-        for remove in self._removals:
-            remove()
-        self._removals = []
+        while self._removals:
+            self._removals.pop(0)()
         self._steps.path.detach()
         self._steps.weights.forget()
         self._steps.levels.close()
@@ -247,18 +248,17 @@ class Session:
         """Go on where `state_dict` was taken. The plan must be the one that was saved."""
         self._steps.load_state_dict(saved)
 
-    def install(self, scaled: Sequence[ScaledSteps]) -> None:
+    def install(self) -> None:
         """Install the hooks: `attach` calls it once, after everything that may refuse."""
         try:
             self._steps.path.install()
-            for each in scaled:
+            for each in self._steps.scaled:
                 self._removals += [
                     each.declare().remove,
                     each.optimizer.register_step_pre_hook(partial(self._before_step, each)).remove,
                     each.optimizer.register_step_post_hook(partial(self._after_step, each)).remove,
                 ]
-            others = OtherOptimizers(self._averager.model_state, [each.optimizer for each in scaled])
-            self._removals.append(others.install().remove)
+            self._removals.append(OtherOptimizers(self._averager.model_state, self.optimizers).install().remove)
             self._steps.prepare()
         except BaseException:
             self.detach()

@@ -60,7 +60,7 @@ class Steps:
         self.divergence = divergence
         self.headers = headers
         self._averager, self._model_state = averager, averager.model_state
-        self._scaled, self._held = scaled, held
+        self.scaled, self._held = scaled, held
         self._ledger = ledger
         self._clipping = clipping
         self._gradient: Sync | None = None
@@ -101,11 +101,11 @@ class Steps:
     @property
     def waiting(self) -> list[ScaledSteps]:
         """The optimizers that have yet to step in this step."""
-        return [each for each in self._scaled if each not in self._stepped]
+        return [each for each in self.scaled if each not in self._stepped]
 
     def average_gradients(self, optimizer: Optimizer | None) -> None:
         """Average the gradients of a bare module now: those of one optimizer, or of all that have yet to step."""
-        found = [each for each in self._scaled if optimizer is None or each.optimizer is optimizer]
+        found = [each for each in self.scaled if optimizer is None or each.optimizer is optimizer]
         if not found:
             raise ValueError(
                 f"average_gradients({type(optimizer).__name__}): attach was not given this optimizer. Give it one that "
@@ -156,7 +156,7 @@ class Steps:
         """Note the learning rate of the round: that of its first step, or a larger one where the period follows it."""
         first = self.clock.since == self.step
         if first or (self.step > self.clock.since and isinstance(self.plan.schedule, Quadratic)):
-            lr = float(self._scaled[0].optimizer.param_groups[0].get("lr", inf))
+            lr = float(self.scaled[0].optimizer.param_groups[0].get("lr", inf))
             self.clock = SyncClock(self.clock.since, lr if first else max(lr, self.clock.lr))
 
     def _received(self, headers: Headers | None) -> None:

@@ -9,6 +9,7 @@ Fabric have not. They pass each step on to the one optimizer that they hold.
 from __future__ import annotations
 
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from laconic.plans.plan import Plan
@@ -35,6 +36,23 @@ def optimizer_inside(optimizer: object) -> object:
             break
         optimizer = held[0]
     return optimizer
+
+
+def scaler_of(wrapper: object) -> GradScaler | None:
+    """Return the GradScaler with which accelerate's wrapper steps; None for another object."""
+    found = None if runs_hooks(wrapper) else getattr(wrapper, "scaler", None)
+    return found if isinstance(found, GradScaler) else None
+
+
+def report_step(wrapper: object, skipped: bool) -> None:
+    """Tell accelerate's wrapper whether the step was skipped; its schedulers do not step then.
+
+    It takes a step for skipped that its GradScaler does not call, and under laconic the GradScaler calls each step.
+    """
+    if hasattr(wrapper, "_is_overflow"):
+        wrapper._is_overflow = skipped
+        if skipped:
+            wrapper._accelerate_step_called = False  # type: ignore[attr-defined]
 
 
 def check_wrapper(optimizer: object, plan: Plan) -> None:
