@@ -1,11 +1,13 @@
 """One Ray Train run that trains the same model under several plans: `python -m tests.integrations.ray_plans RESULTS`.
 
-Each worker writes its losses and the ledger's totals to the folder RESULTS.
+Each worker writes its losses and the ledger's totals to the folder RESULTS. Two workers also run the training of
+examples/cluster/train.py there, without interruption.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
+from laconic import checkpoint
+from tests.examples.launching import CLUSTER
 
 PLANS = (None, "ddp()", "quantized_ddp(bits=4)", "diloco(period=4)")
 STEPS = 8
+EXAMPLE_PLAN, EXAMPLE_STEPS = "diloco(period=8)", 40
 
 
 def model_of_the_tests() -> nn.Module:
@@ -49,9 +54,26 @@ def train(plan: str | None) -> dict[str, Any]:
     return found
 
 
+def train_the_example(folder: str) -> None:
+    sys.path.insert(0, str(CLUSTER))
+    import train as example  # type: ignore[import-not-found]
+
+    os.environ["LACONIC_PLAN"] = EXAMPLE_PLAN
+    example.train(
+        EXAMPLE_STEPS,
+        EXAMPLE_STEPS,
+        wrap=ray.train.torch.prepare_model,
+        load=lambda: None,
+        save=lambda state, session, loss: checkpoint.save(folder, state, step=session.step),
+        stop_on_sigterm=False,
+    )
+
+
 def work(config: dict[str, str]) -> None:
     results = {str(plan): train(plan) for plan in PLANS}
     context = ray.train.get_context()
+    if context.get_world_size() == 2:
+        train_the_example(config["results"])
     name = f"{context.get_world_size()}-{context.get_world_rank()}.json"
     Path(config["results"], name).write_text(json.dumps(results))
 
