@@ -1,4 +1,8 @@
-"""Errors that a caller can act on. Each is raised on every worker that takes part."""
+"""Errors that a caller can act on. Each is raised on every worker that takes part.
+
+A launcher such as Ray pickles the error of a worker, and calls its class with the message alone to read it again: so
+every other argument has a default.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ class DesyncError(RuntimeError):
 class NonFiniteError(RuntimeError):
     """NaN or Inf on some workers. `workers` are their indices."""
 
-    def __init__(self, message: str, workers: Sequence[int]) -> None:
+    def __init__(self, message: str, workers: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.workers = list(workers)
 
@@ -24,7 +28,7 @@ class NonFiniteError(RuntimeError):
 class DivergedError(RuntimeError):
     """Weights that must be equal on all workers are not. `workers` are those in the minority."""
 
-    def __init__(self, message: str, workers: Sequence[int]) -> None:
+    def __init__(self, message: str, workers: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.workers = list(workers)
 
@@ -32,6 +36,6 @@ class DivergedError(RuntimeError):
 class LostWorkerError(RuntimeError):
     """A worker died, stopped or was disconnected. `missing` are the indices of those that did not respond."""
 
-    def __init__(self, message: str, missing: Sequence[int]) -> None:
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.missing = list(missing)

@@ -70,10 +70,13 @@ def find_workers(environ: Mapping[str, str], timeout_s: float) -> Workers:
     Torch's own rendezvous waits for all workers, and cannot name those that are missing.
     """
     own, count = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    opens = own == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    opens = own == 0 and not served
     timeout, address, port = timedelta(seconds=timeout_s), environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     store = TCPStore(address, port, count, opens, timeout, wait_for_workers=False, multi_tenant=True)
-    prefix = f"laconic/doctor/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    # An agent's store may hold the findings of earlier attempts. Agents count these each for itself, so elsewhere the
+    # count would part workers that were restarted together.
+    prefix = f"laconic/doctor/{environ.get('TORCHELASTIC_RESTART_COUNT', '0') if served else '0'}"
     return Workers(PrefixStore(prefix, store), own, count, timeout_s)
 
 

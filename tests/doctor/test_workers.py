@@ -86,3 +86,14 @@ def test_no_store_at_the_master_address(monkeypatch):
     assert shows
     assert findings[-1].verdict == "problem"
     assert "worker 1 cannot reach the store at 127.0.0.1:" in findings[-1].found
+
+
+def _check_restarted(worker: int, port: int) -> list[Finding]:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(worker)
+    return _check(worker, 2, port, None, None, 20)[0]
+
+
+def test_workers_whose_agents_count_restarts_differently():
+    """The agent of a killed worker counts its restart; one that only noticed does not."""
+    findings, _ = run_workers(_check_restarted, 2, (free_port(),), group=False)
+    assert findings[0].found == "all 2 workers answer, on 1 host"
