@@ -1,0 +1,49 @@
+"""Sphinx configuration of the site. `make docs` builds it, offline, with every warning an error."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "_ext"))
+
+project = "laconic"
+author = "The laconic authors"
+copyright = "The laconic authors, Apache-2.0"
+version = release = "0.1.0"
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx_llms_txt",
+    "laconic_site",
+]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build"]
+highlight_language = "text"
+nitpicky = False
+
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+
+html_theme = "furo"
+html_title = "laconic"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+html_copy_source = True  # sphinx_llms_txt reads the copies
+
+default_role = "code-link"
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autodoc_mock_imports = [
+    *("torchft", "lightning", "accelerate", "transformers", "ray", "tensorboard"),
+    *("wandb", "mlflow", "prometheus_client", "opentelemetry", "schedulefree"),
+]
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+napoleon_numpy_docstring = False
