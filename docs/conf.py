@@ -14,7 +14,6 @@ version = release = "0.1.0"
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.napoleon",
     "sphinx.ext.intersphinx",
     "sphinx_copybutton",
     "sphinx_design",
@@ -28,6 +27,11 @@ nitpicky = False
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
+
+intersphinx_mapping = {  # docs/_inventories/make.py makes the files: nothing is fetched
+    "python": ("https://docs.python.org/3/", str(HERE / "_inventories" / "python.inv")),
+    "torch": ("https://docs.pytorch.org/docs/stable/", str(HERE / "_inventories" / "torch.inv")),
+}
 
 html_theme = "furo"
 html_title = "laconic"
@@ -46,4 +50,3 @@ autodoc_mock_imports = [
 ]
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
-napoleon_numpy_docstring = False

@@ -32,7 +32,7 @@ def setup(app: Any) -> dict[str, Any]:
     app.add_directive("modules", directives.Modules)
     app.add_transform(links.FileLinks)
     app.add_post_transform(links.InlinePictures)
-    app.connect("autodoc-process-docstring", docstrings.process, priority=400)  # before Napoleon's
+    app.connect("autodoc-process-docstring", docstrings.process)
     app.connect("env-check-consistency", _index)
     app.connect("doctree-resolved", _fill_map)
     app.connect("html-collect-pages", _source_pages)

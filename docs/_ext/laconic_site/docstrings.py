@@ -10,14 +10,52 @@ from docutils import nodes
 from docutils.parsers.rst.states import Inliner
 from sphinx import addnodes
 
+_FIELDS = {"Args:": "param", "Raises:": "raises"}
+
 
 def process(app: Any, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """Make indented blocks after a colon and an empty line literal: docstrings write code like that."""
-    for index in range(1, len(lines) - 1):
-        text, empty, block = lines[index - 1 : index + 2]
-        opens = text.endswith(":") and not text.endswith("::") and not empty.strip()
-        if opens and len(block) - len(block.lstrip()) >= len(text) - len(text.lstrip()) + 4:
-            lines[index - 1] = text + ":"
+    """Turn a docstring of this project into reStructuredText: examples, parameters, and stars that mean a star."""
+    lines[:] = _literal_blocks(_fields(lines))
+
+
+def _literal_blocks(lines: Sequence[str]) -> list[str]:
+    """Mark indented blocks after an empty line as literal.
+
+    >>> _literal_blocks(["Use it:", "", "    x = [*y]", "", "Of [n, *shape], *not* always."])
+    ['Use it:', '', '::', '', '    x = [*y]', '', 'Of [n, \\\\*shape], *not* always.']
+    """
+    found: list[str] = []
+    inside = False
+    for line in lines:
+        indented = line.startswith("    ")
+        if indented and not inside and found and not found[-1].strip() and not _in_field(found):
+            inside = True
+            found += ["::", ""]
+        inside = inside and (indented or not line)
+        found.append(line if inside else re.sub(r"(?<![*\w])\*(?=\w)(?![^*]*\w\*)", r"\\*", line))
+    return found
+
+
+def _in_field(lines: Sequence[str]) -> bool:
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return last.startswith((":", "- ", "  "))
+
+
+def _fields(lines: Sequence[str]) -> list[str]:
+    """Turn the lines below `Args:` and `Raises:` into fields.
+
+    >>> _fields(["Args:", "    rank: Of the factors,", "        at least 1.", "", "More."])
+    ['', ':param rank: Of the factors,', '        at least 1.', '', 'More.']
+    """
+    found, inside = [], ""
+    for line in lines:
+        if line in _FIELDS:
+            inside = _FIELDS[line]
+            found.append("")
+            continue
+        inside = inside if not line or line.startswith(" ") else ""
+        found.append(re.sub(r"^ {4}(\w+):", rf":{inside} \1:", line) if inside else line)
+    return found
 
 
 def code_role(
@@ -32,7 +70,8 @@ def code_role(
     if match is None or text.isalpha() and text.islower():  # `plan` may be a parameter, `plan(...)` is the function
         return [shown], []
     env = inliner.document.settings.env
-    node = addnodes.pending_xref(raw, shown, refdomain="py", reftype="obj", reftarget=match.group(1), refdoc=env.docname)
+    target = re.sub(r"^session\.", "laconic.Session.", match.group(1))
+    node = addnodes.pending_xref(raw, shown, refdomain="py", reftype="obj", reftarget=target, refdoc=env.docname)
     node["refexplicit"] = node["refwarn"] = False
     node["py:module"] = env.ref_context.get("py:module") or "laconic"
     node["py:class"] = env.ref_context.get("py:class")
