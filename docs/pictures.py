@@ -62,7 +62,7 @@ class Picture:
 
 def factors() -> Picture:
     """How a gradient becomes two factors, in two rounds."""
-    p = Picture(760, 300, "A gradient matrix of m rows and n columns becomes two thin factors, which workers average")
+    p = Picture(760, 315, "A gradient matrix of m rows and n columns becomes two thin factors, which workers average")
     for worker, top in ((0, 40), (1, 170)):
         p.text(20, top - 10, f"worker {worker}")
         p.box(20, top, 110, 90, "soft", "M = G + E")
@@ -82,7 +82,7 @@ def factors() -> Picture:
     p.line((600, 150), (632, 150), arrow=True)
     p.box(638, 105, 110, 90, "soft", "P Qᵀ")
     p.text(693, 212, "on every worker", "ink small", "middle")
-    p.text(20, 290, "sent: rank × (m + n) numbers instead of m × n.  M − own P Qᵀ is the residual E of the next step.", "ink small")
+    p.text(20, 305, "sent: rank × (m + n) numbers instead of m × n.  M − own P Qᵀ is the residual E of the next step.", "ink small")
     return p
 
 
@@ -137,7 +137,7 @@ def streaming() -> Picture:
                 if end <= 16:
                     x = left + (start + 1) * wide
                     p.line((x, 168 + row * 18), (x, 152), arrow=True)
-    p.text(left, 245, "a fragment travels while the next step is computed, and takes effect `delay` steps later".replace("`", ""), "ink small")
+    p.text(left, 245, "a fragment travels while the next step is computed, and takes effect one step later (delay=1)", "ink small")
     return p
 
 
@@ -147,7 +147,7 @@ def storeys() -> Picture:
         ("the command", ["cli"], "soft"),
         ("tools", ["planner", "compare", "doctor", "migrate"], "soft"),
         ("around a session", ["integrations", "elastic", "algorithms", "checkpoint"], "three"),
-        ("the session", ["attach", "Session", "Steps", "DDP · FSDP2 · module", "WeightSync"], "one"),
+        ("the session", ["attach", "Session", "Steps", "gradient paths", "WeightSync"], "one"),
         ("checks", ["handshake", "headers", "finite", "digests", "ledger"], "four"),
         ("exchanges", ["requests", "queue", "collectives", "lockstep", "dry"], "two"),
         ("values", ["plans", "codecs", "kernels"], "soft"),
@@ -185,21 +185,23 @@ def front() -> Picture:
     p.text(left + wide, top + high + 40, "fewer bytes than ddp()", "ink small", "end")
     p.text(left + 6, y(0) - 6, "alone(): workers that never talk", "ink small")
     p.text(left, top - 12, "kept", "ink small", "end")
-    seen: list[tuple[float, float]] = []
-    for name, kept, fewer in sorted(points, key=lambda point: point[2]):
-        at_x, at_y = x(fewer), y(kept)
-        p.dot(at_x, at_y, "one")
-        right = at_x < left + wide - 190
-        label_y = at_y - 10
-        while any(abs(label_y - other_y) < 15 and abs(at_x - other_x) < 190 for other_x, other_y in seen):
-            label_y += 15 if not right or label_y >= at_y - 10 else -15
-        seen.append((at_x, label_y))
-        near = abs(label_y - (at_y - 10)) < 1
-        if not near:
-            p.line((at_x, at_y), (at_x + (8 if right else -8), label_y - 4))
-        p.text(at_x + (10 if right else -10), label_y, name, "ink small", "start" if right else "end")
+    for name, kept, fewer in points:
+        dx, dy, anchor = LABELS.get(name, (10, 4, "start"))
+        p.dot(x(fewer), y(kept), "one")
+        p.text(x(fewer) + dx, y(kept) + dy, name, "ink small", anchor)
     return p
 
+
+LABELS = {
+    "ddp()": (10, -8, "start"),
+    "quantized_ddp(bits=4)": (0, 22, "middle"),
+    'frugal(bytes="30x")': (-10, 5, "end"),
+    'frugal(bytes="60x")': (-8, -10, "end"),
+    "power_sgd(rank=32)": (-4, 20, "end"),
+    'frugal(bytes="120x")': (8, -9, "start"),
+    "streaming_diloco()": (-10, 14, "end"),
+}
+"""Where the name of a point is written, beside it: its neighbours are near."""
 
 PICTURES = {"factors": factors, "hierarchy": hierarchy, "streaming": streaming, "storeys": storeys, "front": front}
 

@@ -23,7 +23,7 @@ def read_terms(text: str) -> list[Term]:
     [Term(name='error feedback', code=('ErrorFeedback',), line=3, anchor='error-feedback')]
     """
     terms = []
-    for part in re.finditer(r"^## (.+)\n(.*?)(?=^## |\Z)", text, re.M | re.S):
+    for part in re.finditer(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.M | re.S):
         name, body = part.group(1).strip().replace("`", ""), part.group(2)
         code = dict.fromkeys(re.findall(r"`([A-Za-z_]\w*)", body))
         line = text.count("\n", 0, part.start()) + 1

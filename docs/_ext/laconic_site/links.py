@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,33 +12,29 @@ from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
-INCLUDED = {"README.md": "index", "CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changelog"}
+INCLUDED = {"README": "index", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog"}
 """Pages of the repository's root, and where the site has them."""
 SOURCES = ("laconic", "tests", "examples", "benchmarks")
 
 
 class FileLinks(SphinxTransform):  # type: ignore[misc]
-    """Turns links to source files, which Sphinx would offer for download, into links to their pages."""
+    """Leads links to files outside of docs/ to the site's own pages; Sphinx would offer the files for download."""
 
     default_priority = 400
 
     def apply(self, **_: Any) -> None:
         """Replace the links of one document."""
+        root = Path(self.env.srcdir).parent
         here = Path(self.env.doc2path(self.env.docname)).parent
         up = "../" * self.env.docname.count("/")
         for node in list(self.document.findall(addnodes.download_reference)):
-            target, _, line = node["reftarget"].partition("#")
-            try:
-                path = (here / target).resolve().relative_to(Path(self.env.srcdir).parent).as_posix()
-            except ValueError:
-                continue
-            if path in INCLUDED:
-                uri = f"{up}{INCLUDED[path]}.html"
-            elif path.split("/")[0] in SOURCES and path.endswith(".py"):
-                uri = f"{up}source/{path}.html" + (f"#{line}" if line else "")
-            else:
-                continue
-            node.replace_self(nodes.reference("", "", *node.children, internal=True, refuri=uri))
+            path = os.path.relpath((here / node["reftarget"]).resolve(), root)
+            if path.split("/")[0] in SOURCES and path.endswith(".py"):
+                uri = f"{up}source/{path}.html"
+                node.replace_self(nodes.reference("", "", *node.children, internal=True, refuri=uri))
+        for node in self.document.findall(addnodes.pending_xref):
+            if node.get("refdomain") == "doc" and node["reftarget"] in (str(root / name) for name in INCLUDED):
+                node["reftarget"] = INCLUDED[Path(node["reftarget"]).name]
 
 
 class InlinePictures(SphinxPostTransform):  # type: ignore[misc]
