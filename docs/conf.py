@@ -23,7 +23,6 @@ extensions = [
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 highlight_language = "text"
-suppress_warnings = ["toc.empty_glob"]  # pages of frameworks that are not written yet
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]

@@ -9,7 +9,7 @@ import shutil
 import zlib
 from html import unescape
 from pathlib import Path
-from urllib.parse import unquote, urldefrag, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from laconic_site.keywords import public_names
@@ -44,7 +44,7 @@ def index():
 
 def follow(page: str, href: str, anchors: dict[str, set[str]]) -> str:
     """Return what is wrong with a link, or nothing."""
-    path, fragment = urldefrag(unescape(href))
+    _, _, path, _, fragment = urlsplit(unescape(href))
     target = (SITE / page).parent / unquote(path) if path else SITE / page
     target = Path(os.path.normpath(target))
     if not target.is_file():
@@ -59,7 +59,7 @@ def test_no_link_leads_nowhere(pages, anchors):
     seen, wrong = 0, []
     for page, text in pages.items():
         for href in set(re.findall(r'<(?:a|link|img|script)\b[^>]*?\b(?:href|src)="([^"]+)"', text)):
-            if urlsplit(href).scheme or href.startswith(("#svg-", "//")):
+            if urlsplit(href).scheme:
                 continue
             seen += 1
             if problem := follow(page, href, anchors):
@@ -140,8 +140,8 @@ def test_search_works_from_the_file_system(browser):
 
     open_page(browser, "search.html?q=matrix_approximation_rank", 1200)
     found = "return [...document.querySelectorAll('#search-results li a')].map(a => a.getAttribute('href'))"
-    hrefs = WebDriverWait(browser, 20).until(lambda b: b.execute_script(found))
-    assert any(href.startswith("api/twin.html") for href in hrefs), hrefs
+    wanted = ("api/twin.html", "from_torch.html")  # results come one after another
+    WebDriverWait(browser, 20).until(lambda b: all(any(w in href for href in b.execute_script(found)) for w in wanted))
 
 
 @pytest.mark.parametrize("page", ["index.html", "concepts.html", "start.html", "keywords.html", "api/session.html"])

@@ -30,6 +30,7 @@ def setup(app: Any) -> dict[str, Any]:
     app.add_directive("commands", directives.Commands)
     app.add_directive("keyword-map", directives.KeywordMap)
     app.add_directive("modules", directives.Modules)
+    app.add_directive("existing", directives.Existing)
     app.add_transform(links.FileLinks)
     app.add_post_transform(links.InlinePictures)
     app.connect("autodoc-process-docstring", docstrings.process)
@@ -75,9 +76,20 @@ def _source_pages(app: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
     index: Index = app.laconic_index
     sources: list[Source] = [*app.laconic_sources, *app.laconic_others]
     highlight = partial(_highlighted, app.builder.highlighter)
+    navigation: dict[int, str] = {}
+
+    def toctree(page: str, **options: Any) -> str:
+        """Return the navigation of the site, made once for each depth: its links are relative."""
+        depth = page.count("/")
+        if depth not in navigation:
+            navigation[depth] = app.builder._get_local_toctree(page, **options)
+        return navigation[depth]
+
     for source in sources:
+        page = f"source/{source.path}"
         body = pages.source_page(source, index, highlight)
-        yield f"source/{source.path}", {"title": source.path, "body": body, "display_toc": False}, "page.html"
+        context = {"title": source.path, "body": body, "display_toc": False, "toctree": partial(toctree, page)}
+        yield page, context, "page.html"
 
 
 def _highlighted(highlighter: Any, text: str) -> str:

@@ -7,6 +7,7 @@ from importlib import import_module
 
 from docutils import nodes
 from laconic_site import commands
+from sphinx.directives.other import TocTree
 from sphinx.util.docutils import SphinxDirective
 
 
@@ -21,6 +22,15 @@ class Commands(SphinxDirective):  # type: ignore[misc]
         """Parse the Markdown that the commands make."""
         found: list[nodes.Node] = self.parse_text_to_nodes(commands.reference(), allow_section_headings=True)
         return found
+
+
+class Existing(TocTree):  # type: ignore[misc]
+    """A toctree that leaves out pages which do not exist, such as those of a framework that is not supported yet."""
+
+    def parse_content(self, toctree: nodes.Node) -> None:
+        """Parse the entries that exist."""
+        self.content = [entry for entry in self.content if entry in self.env.found_docs]
+        super().parse_content(toctree)
 
 
 class KeywordMap(SphinxDirective):  # type: ignore[misc]
