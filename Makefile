@@ -31,7 +31,7 @@ frameworks: $(FRAMEWORKS)/.laconic-installed
 # The site, in an environment of its own: build/site/index.html. A warning is an error, and every link is followed.
 docs: $(DOCS)/.laconic-installed
 	$(DOCS)/bin/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -d build/doctrees docs $(SITE)
-	LACONIC_SITE=$(SITE) $(DOCS)/bin/python -m pytest tests/docs/test_site.py
+	LACONIC_SITE=$(SITE) $(DOCS)/bin/python -m pytest tests/docs/test_site.py tests/docs/test_publishing.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

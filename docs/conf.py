@@ -1,6 +1,7 @@
 """Sphinx configuration of the site. `make docs` builds it, offline, with every warning an error."""
 
 import sys
+from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -9,7 +10,7 @@ sys.path.insert(0, str(HERE / "_ext"))
 project = "laconic"
 author = "The laconic authors"
 copyright = "The laconic authors, Apache-2.0"
-version = release = "0.1.0"
+version = release = metadata.version("laconic")
 
 extensions = [
     "myst_parser",

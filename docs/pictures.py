@@ -82,7 +82,12 @@ def factors() -> Picture:
     p.line((600, 150), (632, 150), arrow=True)
     p.box(638, 105, 110, 90, "soft", "P Qᵀ")
     p.text(693, 212, "on every worker", "ink small", "middle")
-    p.text(20, 305, "sent: rank × (m + n) numbers instead of m × n.  M − own P Qᵀ is the residual E of the next step.", "ink small")
+    p.text(
+        20,
+        305,
+        "sent: rank × (m + n) numbers instead of m × n.  M − own P Qᵀ is the residual E of the next step.",
+        "ink small",
+    )
     return p
 
 
@@ -112,7 +117,7 @@ def hierarchy() -> Picture:
 
 def streaming() -> Picture:
     """Which fragment is on the link at which step, beside DiLoCo's one large message."""
-    p = Picture(760, 250, "Streaming DiLoCo sends one fragment at a time while training goes on; DiLoCo sends all at once")
+    p = Picture(760, 250, "Streaming DiLoCo sends one fragment at a time while training goes on; DiLoCo all at once")
     left, wide, kinds = 130, 38, ("one", "two", "three", "four")
     for step in range(1, 17):
         p.text(left + (step - 0.5) * wide, 20, str(step), "ink small", "middle")
@@ -137,7 +142,8 @@ def streaming() -> Picture:
                 if end <= 16:
                     x = left + (start + 1) * wide
                     p.line((x, 168 + row * 18), (x, 152), arrow=True)
-    p.text(left, 245, "a fragment travels while the next step is computed, and takes effect one step later (delay=1)", "ink small")
+    delayed = "a fragment travels while the next step is computed, and takes effect one step later (delay=1)"
+    p.text(left, 245, delayed, "ink small")
     return p
 
 
@@ -199,6 +205,7 @@ LABELS = {
     'frugal(bytes="60x")': (-8, -10, "end"),
     "power_sgd(rank=32)": (-4, 20, "end"),
     'frugal(bytes="120x")': (8, -9, "start"),
+    "sparse_loco()": (-10, 8, "end"),
     "streaming_diloco()": (-10, 14, "end"),
 }
 """Where the name of a point is written, beside it: its neighbours are near."""

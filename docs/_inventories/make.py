@@ -13,12 +13,13 @@ import zlib
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PYTHON = """
-collections.abc.Callable collections.abc.Generator collections.abc.Iterable collections.abc.Iterator
-collections.abc.Mapping collections.abc.Sequence os.PathLike pathlib.Path signal.Signals enum.Enum
-contextlib.AbstractContextManager RuntimeError ValueError TypeError bool int float str bytes dict list tuple set object
-BaseException Exception repr collections.OrderedDict typing.Any typing.Literal
-""".split()
+PYTHON = [
+    *("collections.abc.Callable", "collections.abc.Generator", "collections.abc.Iterable", "collections.abc.Iterator"),
+    *("collections.abc.Mapping", "collections.abc.Sequence", "collections.OrderedDict", "os.PathLike", "pathlib.Path"),
+    *("signal.Signals", "enum.Enum", "contextlib.AbstractContextManager", "typing.Any", "typing.Literal"),
+    *("bool", "int", "float", "str", "bytes", "dict", "list", "tuple", "set", "object", "repr"),
+    *("BaseException", "Exception", "RuntimeError", "ValueError", "TypeError"),
+]
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 TORCH = {

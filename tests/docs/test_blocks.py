@@ -23,7 +23,11 @@ RUNNERS = {
     ("sharded.md", "torchrun"): "session/test_fsdp_refusals.py",
     ("elastic.md", "torchft"): "integrations/test_torchft.py",
 }
-_BLOCK = re.compile(r"^(<!-- not run[^\n]*?: (?P<reason>[^\n]+) -->\n)?```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.M | re.S)
+_BLOCK = re.compile(
+    r"^(<!-- not run[^\n]*?: (?P<reason>[^\n]+) -->\n)?"
+    r"```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$",
+    re.M | re.S,
+)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def index():
+def index(sources):
     sections = [
         Section("twin", "saving", "Saving", frozenset({"PowerSGDState"}), "Each worker saves its PowerSGDState."),
         Section("log", "old", "Old", frozenset({"PowerSGDState"}), "PowerSGDState PowerSGDState"),
@@ -20,9 +21,13 @@ def index():
         Section("glossary", "error-feedback", "error feedback", frozenset({"ErrorFeedback"}), "error feedback"),
     ]
     terms = glossary.read_terms("# Glossary\n\n## error feedback\n\n`ErrorFeedback` and `residual`.\n")
-    return keywords.build(
-        names.read_sources(ROOT), usages.read_tests(ROOT), sections, terms, list(commands.options(ROOT))
-    )
+    return keywords.build(sources, usages.read_tests(ROOT), sections, terms, list(commands.options(ROOT)))
+
+
+@pytest.mark.parametrize("module", [names, glossary, keywords], ids=lambda module: module.__name__)
+def test_examples_in_docstrings(module):
+    failed, tried = doctest.testmod(module)
+    assert tried and not failed
 
 
 @pytest.mark.parametrize(
@@ -43,7 +48,7 @@ def test_names_lead_to_their_lines_and_tests(index, name):
 
 def test_a_term_leads_to_the_code_that_it_names(index):
     keyword = index.keywords["error feedback"]
-    assert [d.qualname for d in keyword.definitions][0] == "ErrorFeedback"
+    assert keyword.definitions[0].qualname == "ErrorFeedback"
     assert keyword.tests
     assert [section.page for section in keyword.sections] == ["glossary", "plan"]
 
@@ -85,5 +90,5 @@ def test_helpers_count_for_the_tests_that_use_them(tmp_path):
     text = "def _work():\n    return Codec()\n\n\ndef test_it():\n    run(_work)\n"
     (tmp_path / "tests" / "test_a.py").write_text(text)
     found = usages.read_tests(tmp_path)
-    chosen = usages.tests_of("Codec", {"laconic/codecs/contract.py"}, found)
+    chosen = usages.exercising("Codec", {"laconic/codecs/contract.py"}, found)
     assert [(usage.name, usage.line) for usage in chosen] == [("test_it", 5)]

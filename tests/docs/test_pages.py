@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from laconic_site.glossary import read_terms
 from laconic_site.keywords import public_names
-from laconic_site.names import read_sources
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -30,8 +29,7 @@ def test_the_first_script_runs(tmp_path):
     assert int(sent.replace(",", "")) < exact / 6
 
 
-def test_the_api_reference_has_every_public_name():
-    sources = read_sources(ROOT)
+def test_the_api_reference_has_every_public_name(sources):
     public = public_names(source for source in sources if not source.module.startswith("laconic.integrations"))
     pages = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     documented = set(re.findall(r"^\.\. auto\w+:: laconic\.(?:\w+\.)*(\w+)$", pages, re.M))
@@ -41,8 +39,8 @@ def test_the_api_reference_has_every_public_name():
     assert public <= documented
 
 
-def test_terms_name_code_that_exists():
-    defined = {d.name for source in read_sources(ROOT) for d in source.definitions} | {"laconic"}
+def test_terms_name_code_that_exists(sources):
+    defined = {d.name for source in sources for d in source.definitions} | {"laconic"}
     terms = read_terms((DOCS / "glossary.md").read_text())
     assert len(terms) > 40
     assert [term.name for term in terms] == sorted((term.name for term in terms), key=str.lower)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import os
 import re
@@ -13,7 +14,6 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from laconic_site.keywords import public_names
-from laconic_site.names import read_sources
 
 ROOT = Path(__file__).parents[2]
 SITE = Path(os.environ.get("LACONIC_SITE", "-"))
@@ -92,8 +92,7 @@ def test_a_keyword_leads_to_definition_sections_and_tests(name, index, pages, an
     assert f'href="{keyword["sections"][0]["href"]}"' in pages["keywords.html"]
 
 
-def test_every_source_file_has_a_page_with_its_keywords(index, pages):
-    sources = read_sources(ROOT)
+def test_every_source_file_has_a_page_with_its_keywords(index, pages, sources):
     for source in sources:
         page = pages[f"source/{source.path}.html"]
         assert f'id="L{len(source.text.splitlines())}"' in page or not source.text
@@ -101,10 +100,16 @@ def test_every_source_file_has_a_page_with_its_keywords(index, pages):
             assert name in unescape(page), (source.path, name)
 
 
-def test_every_public_name_is_in_the_reference():
+def test_every_public_name_is_in_the_reference(sources):
     lines = zlib.decompress((SITE / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode().splitlines()
     known = {line.split(" ")[0].rsplit(".", 1)[-1] for line in lines if " py:" in line}
-    assert public_names(read_sources(ROOT)) <= known
+    assert public_names(sources) <= known
+
+
+def test_docstrings_become_restructured_text():
+    docstrings = pytest.importorskip("laconic_site.docstrings")
+    failed, tried = doctest.testmod(docstrings)
+    assert tried and not failed
 
 
 def test_there_is_a_text_for_machines():

@@ -66,7 +66,9 @@ def _fill_map(app: Any, doctree: Any, page: str) -> None:
     from laconic_site.directives import keyword_map
 
     for node in list(doctree.findall(keyword_map)):
-        html = pages.keyword_map(app.laconic_index) if node["what"] == "keywords" else pages.file_list(app.laconic_sources)
+        html = (
+            pages.keyword_map(app.laconic_index) if node["what"] == "keywords" else pages.file_list(app.laconic_sources)
+        )
         node.replace_self(nodes.raw("", html, format="html"))
 
 

@@ -6,12 +6,13 @@ import pkgutil
 from importlib import import_module
 
 from docutils import nodes
-from laconic_site import commands
 from sphinx.directives.other import TocTree
 from sphinx.util.docutils import SphinxDirective
 
+from laconic_site import commands
 
-class keyword_map(nodes.General, nodes.Element):  # type: ignore[misc]  # noqa: N801 - a node, as docutils names them
+
+class keyword_map(nodes.General, nodes.Element):  # type: ignore[misc]
     """Stands for the map until all pages are read."""
 
 
@@ -27,9 +28,12 @@ class Commands(SphinxDirective):  # type: ignore[misc]
 class Existing(TocTree):  # type: ignore[misc]
     """A toctree that leaves out pages which do not exist, such as those of a framework that is not supported yet."""
 
+    content: list[str]
+
     def parse_content(self, toctree: nodes.Node) -> None:
         """Parse the entries that exist."""
-        self.content = [entry for entry in self.content if entry in self.env.found_docs]
+        exists = self.env.found_docs
+        self.content = [entry for entry in self.content if entry.split("<")[-1].rstrip(">") in exists]
         super().parse_content(toctree)
 
 
@@ -52,9 +56,7 @@ class Modules(SphinxDirective):  # type: ignore[misc]
         """Document each module that the package holds."""
         package = import_module(self.arguments[0])
         names = sorted(f"{package.__name__}.{each.name}" for each in pkgutil.iter_modules(package.__path__))
-        text = "\n\n".join(
-            f"## {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n```" for name in names
-        )
+        text = "\n\n".join(f"## {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n```" for name in names)
         self.state.document.settings.env.note_dependency(str(package.__file__))
         found: list[nodes.Node] = self.parse_text_to_nodes(text, allow_section_headings=True)
         return found

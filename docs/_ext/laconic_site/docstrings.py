@@ -67,7 +67,7 @@ def code_role(
     """
     shown = nodes.literal(raw, nodes.unescape(text), classes=["xref", "py"])
     match = re.fullmatch(r"([A-Za-z_][\w.]*)(\(.*\))?", text, re.S)
-    if match is None or text.isalpha() and text.islower():  # `plan` may be a parameter, `plan(...)` is the function
+    if match is None or (text.isalpha() and text.islower()):  # `plan` may be a parameter, `plan(...)` is the function
         return [shown], []
     env = inliner.document.settings.env
     target = re.sub(r"^session\.", "laconic.Session.", match.group(1))

@@ -1,4 +1,4 @@
-"""The keyword index: every keyword with its definitions, the sections that explain it and the tests that exercise it."""
+"""The keyword index: every keyword, where it is defined, which sections explain it, and which tests exercise it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from laconic_site.glossary import Term, pattern_of
 from laconic_site.names import Definition, Source
-from laconic_site.usages import Usage, tests_of
+from laconic_site.usages import Usage, exercising
 
 PUBLIC = ("laconic", "laconic.comm", "laconic.checkpoint", "laconic.elastic")
 """The modules whose `__all__` is public; those of the twin and of the integrations are, too."""
@@ -60,7 +60,9 @@ class Keyword:
                 for d in self.definitions
             ],
             "sections": [{"title": s.title, "page": s.page, "href": section_href(s)} for s in self.sections],
-            "tests": [{"name": t.name, "at": f"{t.path}:{t.line}", "href": href_of(t.path, t.line)} for t in self.tests],
+            "tests": [
+                {"name": t.name, "at": f"{t.path}:{t.line}", "href": href_of(t.path, t.line)} for t in self.tests
+            ],
         }
 
 
@@ -145,10 +147,10 @@ def build(
 
 def _tests(keyword: Keyword, usages: Mapping[str, list[Usage]]) -> list[Usage]:
     paths = {d.path for d in keyword.definitions}
-    found = tests_of(keyword.name, paths, dict(usages))
+    found = exercising(keyword.name, paths, dict(usages))
     owners = [re.split(r"[.(]", d.qualname)[0] for d in keyword.definitions if d.kind == "parameter"]
     if not found and owners:  # passed by position: the tests of what takes it
-        found = tests_of(owners[0], paths, dict(usages))
+        found = exercising(owners[0], paths, dict(usages))
     return found
 
 

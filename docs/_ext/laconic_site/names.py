@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 STOP_WORDS = frozenset(
-    "all and are args been but cls for from has kwargs not self some step the this use was what when which with".split()
+    [
+        *("all", "and", "are", "args", "been", "but", "cls", "for", "from", "has", "kwargs", "not", "self", "some"),
+        *("step", "the", "this", "use", "was", "what", "when", "which", "with"),
+    ]
 )
 """Identifiers that say nothing by themselves. Those of one or two letters are left out as well."""
 
@@ -87,7 +90,8 @@ def _definitions(tree: ast.Module, path: str) -> Iterator[Definition]:
         if isinstance(node, ast.ClassDef):
             kind = "error" if node.name.endswith("Error") else "class"
             yield Definition(node.name, kind, node.name, path, node.lineno, _first_line(node))
-            yield from _members(node, path)
+            if not node.name.startswith("_"):
+                yield from _members(node, path)
         elif isinstance(node, ast.FunctionDef):
             yield Definition(node.name, "function", node.name, path, node.lineno, _first_line(node))
             yield from _parameters(node, node.name, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from html import escape
 
@@ -17,7 +18,7 @@ def source_page(source: Source, index: Index, highlight: Highlight) -> str:
     up = "../" * (source.path.count("/") + 1)
     names = index.by_file.get(source.path, [])
     table = keyword_table([index.keywords[name] for name in names], up, source.path) if names else ""
-    summary = escape(source.doc.partition("\n\n")[0])
+    summary = _prose(source.doc.partition("\n\n")[0])
     return (
         f'<section id="file"><h1>{escape(source.path)}</h1><p>{summary}</p>'
         + (f'<section id="keywords"><h2>Keywords</h2>{table}</section>' if table else "")
@@ -45,24 +46,31 @@ def keyword_map(index: Index) -> str:
 def file_list(sources: Iterable[Source]) -> str:
     """Return the list of all source pages, with the first sentence of each file."""
     items = "".join(
-        f'<li><a href="source/{s.path}.html"><code>{s.path}</code></a> {escape(s.doc.partition(chr(10))[0])}</li>'
+        f'<li><a href="source/{s.path}.html"><code>{s.path}</code></a> {_prose(s.doc.partition(chr(10))[0])}</li>'
         for s in sources
     )
     return f'<ul class="files">{items}</ul>'
 
 
 def _row(keyword: Keyword, up: str, path: str) -> str:
-    places = sorted(keyword.definitions, key=lambda definition: definition.path != path)[:4]
+    here = [definition for definition in keyword.definitions if definition.path == path]
+    places = (here or keyword.definitions)[:4]
     defined = [_link(up + href_of(d.path, d.line), d.qualname, f"{d.path}:{d.line}") for d in places]
     if not path and keyword.kind == "term":
         defined = []
-    explained = [_link(up + section_href(s), s.title, s.page) for s in keyword.sections[:5]]
+    explained = [
+        f"{_link(up + section_href(s), s.title, s.page)} <small>{s.page}</small>" for s in keyword.sections[:5]
+    ]
     tested = [_link(up + href_of(t.path, t.line), t.name, f"{t.path}:{t.line}") for t in keyword.tests[:3]]
     name = escape(keyword.name)
     label = name if keyword.kind == "term" else f"<code>{name}</code>"
     cells = [f'<span id="{_anchor(keyword.name)}">{label}</span> <small>{keyword.kind}</small>']
     cells += ["<br>".join(each) for each in (defined, explained, tested)]
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _prose(text: str) -> str:
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _anchor(name: str) -> str:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from docutils import nodes
+
 from laconic_site.keywords import Section
 
 UNEXPLAINING = ("api/", "cli", "keywords", "changelog")

@@ -35,7 +35,7 @@ def read_tests(root: Path) -> dict[str, list[Usage]]:
     return dict(found)
 
 
-def tests_of(name: str, paths: set[str], usages: dict[str, list[Usage]], most: int = 5) -> list[Usage]:
+def exercising(name: str, paths: set[str], usages: dict[str, list[Usage]], most: int = 5) -> list[Usage]:
     """Choose the tests that exercise a name which the files `paths` define: real tests, and those nearest to it."""
     modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths}
     rooms = {path.split("/")[1] for path in paths if path.count("/") > 1}
