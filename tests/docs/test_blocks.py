@@ -1,6 +1,6 @@
 """Every code block of the site is run by a test, or says why not: `<!-- not run: the reason -->` on the line above it.
 
-`python` blocks are run by test_readme.py, `python WORD` blocks by the tests in `RUNNERS`. Commands of laconic in `sh`,
+`python` blocks are run by test_readme.py, `python WORD` blocks by a test that names the page and "python WORD". Commands of laconic in `sh`,
 `bash` and unmarked blocks are parsed here with their options. A `diff` shows a change and is not run.
 """
 
@@ -17,12 +17,6 @@ from laconic_site.commands import commands
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUNNERS = {
-    ("README.md", "torchrun"): "docs/test_readme.py",
-    ("start.md", "torchrun"): "docs/test_pages.py",
-    ("sharded.md", "torchrun"): "session/test_fsdp_refusals.py",
-    ("elastic.md", "torchft"): "integrations/test_torchft.py",
-}
 _BLOCK = re.compile(
     r"^(<!-- not run[^\n]*?: (?P<reason>[^\n]+) -->\n)?"
     r"```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$",
@@ -48,6 +42,16 @@ def blocks(page: Path) -> list[Block]:
     return [block for block in found if not block.language.startswith("{")]
 
 
+def runners(*words: str) -> list[Path]:
+    """Return the tests that hold all these words."""
+    tests = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
+    return [path for path in tests if all(word in path.read_text() for word in words)]
+
+
+def test_a_block_that_no_test_runs_is_found():
+    assert runners("sharded.md", "python torchrun") and not runners("sharded.md", "python elsewhere")
+
+
 def is_python(text: str) -> bool:
     """Return whether a text is Python that does something: a drawing, an output or a list of words is not."""
     try:
@@ -64,9 +68,7 @@ def test_every_block_is_run_or_says_why_not(page):
         if block.reason or block.language in ("diff", "text", "json"):
             continue
         if block.language == "python":
-            if block.word:
-                runner = ROOT / "tests" / RUNNERS[page.name, block.word]
-                assert page.name in runner.read_text() or page.stem in runner.read_text(), where
+            assert not block.word or runners(page.name, f"python {block.word}"), f"{where}: no test runs it"
         elif block.language in ("sh", "bash"):
             others = [line for line in logical_lines(block.text) if not line.startswith("laconic ")]
             assert not others, f"{where}\n{others} are not run: say why in a comment above the block"

@@ -37,7 +37,9 @@ def keyword_table(keywords: Iterable[Keyword], up: str, path: str = "") -> str:
 def keyword_map(index: Index) -> str:
     """Return the map of the whole site: for each public keyword, option, error and term, where it is explained."""
     shown = [k for k in index.keywords.values() if k.sections and (k.public or k.kind in ("option", "term", "error"))]
-    shown += [k for k in index.keywords.values() if k.sections and not k.public and k.kind == "parameter"]
+    shown += [
+        k for k in index.keywords.values() if k.sections and k.kind == "parameter" and "_" in k.name and k not in shown
+    ]
     shown.sort(key=lambda keyword: keyword.name.lstrip("-").lower())
     data = '<p>As data, with all definitions: <a href="keywords.json">keywords.json</a>.</p>'
     return data + keyword_table(shown, "")

@@ -30,4 +30,7 @@ def sections_of(page: str, doctree: nodes.document) -> Iterator[Section]:
 
 
 def _is_code(node: nodes.Node) -> bool:
-    return isinstance(node, nodes.literal | nodes.literal_block)
+    """Inline code and programs; blocks without a language are outputs and drawings."""
+    if isinstance(node, nodes.literal_block):
+        return node.get("language", "text") not in ("text", "none", "default")
+    return isinstance(node, nodes.literal)
