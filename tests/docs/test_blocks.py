@@ -1,7 +1,8 @@
 """Every code block of the site is run by a test, or says why not: `<!-- not run: the reason -->` on the line above it.
 
-`python` blocks are run by test_readme.py, `python WORD` blocks by a test that names the page and "python WORD". Commands of laconic in `sh`,
-`bash` and unmarked blocks are parsed here with their options. A `diff` shows a change and is not run.
+`python` blocks are run by test_readme.py, `python WORD` blocks by a test that names the page and "python WORD".
+Commands of laconic in `sh`, `bash` and unmarked blocks are parsed here with their options. A `diff` shows a change and is
+not run.
 """
 
 from __future__ import annotations
