@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "laconic", "tests.workers"]
-)
+PRELOADED = ["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "laconic", "tests.workers"]
+"""What the server imports when the first worker starts. A test module that needs more adds to it."""
+_context.set_forkserver_preload(PRELOADED)
 
 
 class WorkerError(AssertionError):

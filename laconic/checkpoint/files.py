@@ -70,12 +70,16 @@ def write_worker_file(path: Path, skeleton: Any, tensors: Mapping[str, Tensor]) 
         return FileRecord(file.tell(), digest)
 
 
-def read_worker_file(path: Path, expected: FileRecord, *, discard_data: bool = False) -> Any:
-    """Check a worker's file and return its state; with `discard_data`, with tensors on the meta device.
+def read_worker_file(path: Path, expected: FileRecord | None = None, *, discard_data: bool = False) -> Any:
+    """Check a worker's file, by its record if there is one, and return its state.
 
-    The file is read and not mapped to memory: if a mapped file is truncated, the process ends with SIGBUS.
+    With `discard_data`, tensors are on the meta device. The file is read and not mapped to memory: if a mapped file is
+    truncated, the process ends with SIGBUS.
     """
-    check_file(path, expected)
+    if expected is None:
+        _open_regular(path).close()
+    else:
+        check_file(path, expected)
     try:
         with safe_open(path, "pt", backend="pread") as file:
             unread = set(file.keys())

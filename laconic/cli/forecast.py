@@ -15,47 +15,51 @@ from laconic.planner.hierarchy import short_rate
 from laconic.planner.predict import Prediction, Scenario
 from laconic.planner.rows import Forecast
 
-HEADINGS = (
-    "sent\na step",
-    "exposed",
-    "step",
-    "computing",
-    "faster\nthan ddp",
-    "memory",
-    "kept",
-    "same loss sooner\nthan ddp",
-    "than\nalone",
-    "break-even",
-    "timeout",
-)
+OUTCOME = ("sent\na step", "step", "computing", "kept", "sooner\nthan ddp", "than\nalone")
+"""What decides: "sooner" is to the same loss."""
+DETAILS = ("exposed", "steps faster\nthan ddp", "memory", "break-even", "timeout")
+ONE_TABLE = 135
+"""The columns of a terminal in which all fits into one table."""
 
 
-def forecast_table(forecast: Forecast) -> Table:
-    """One row for each plan, the soonest at the same loss first."""
+def forecast_tables(forecast: Forecast, width: int) -> list[Table]:
+    """One row for each plan, the soonest at the same loss first; in two tables, if the terminal is narrow."""
     s = forecast.scenario
-    title = f"{s.shapes.parameters:,} parameters, {s.workers} workers, {s.compute_s:.4g} s a step, "
-    table = Table(title=title + rate_text(float(f"{s.network.rate_bps:.4g}")), title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("plan", overflow="fold")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for each in forecast.ranked:
-        low, high = each.interval_s
-        step = f"{each.step_s:.3g} s" if low == high else f"{each.step_s:.3g} s\n{low:.2g} to {high:.2g}"
-        table.add_row(
-            escape(repr(each.plan)),
-            human_bytes(each.sent_bytes_per_step),
-            f"{each.now.exposed_s:.3g} s",
-            step,
-            share(each.now.utilisation),
-            f"{forecast.ddp.step_s / each.step_s:.2f}x",
-            human_bytes(each.memory_bytes),
-            share(each.kept),
-            _times(each.sooner_than(forecast.ddp)),
-            _times(each.sooner_than(forecast.alone)),
-            _rate(None if each is forecast.ddp else each.break_even_bps(forecast.ddp)),
-            f"{each.timeout_s} s",
-        )
-    return table
+    rate = rate_text(float(f"{s.network.rate_bps:.4g}"))
+    title = f"{s.shapes.parameters:,} parameters, {s.workers} workers, {s.compute_s:.4g} s a step, {rate}"
+    parts = [OUTCOME + DETAILS] if width >= ONE_TABLE else [OUTCOME, DETAILS]
+    tables: list[Table] = []
+    for headings in parts:
+        shown = None if tables else title
+        table = Table(title=shown, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("plan", overflow="fold")
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for each in forecast.ranked:
+            cells = _cells(forecast, each)
+            table.add_row(escape(repr(each.plan)), *(cells[heading] for heading in headings))
+        tables.append(table)
+    return tables
+
+
+def _cells(forecast: Forecast, each: Prediction) -> dict[str, str]:
+    low, high = each.interval_s
+    outcome = (
+        human_bytes(each.sent_bytes_per_step),
+        f"{each.step_s:.3g} s" if low == high else f"{each.step_s:.3g} s\n{low:.2g} to {high:.2g}",
+        share(each.now.utilisation),
+        share(each.kept),
+        _times(each.sooner_than(forecast.ddp)),
+        _times(each.sooner_than(forecast.alone)),
+    )
+    details = (
+        f"{each.now.exposed_s:.3g} s",
+        _times(forecast.ddp.step_s / each.step_s),
+        human_bytes(each.memory_bytes),
+        _rate(None if each is forecast.ddp else each.break_even_bps(forecast.ddp)),
+        f"{each.timeout_s} s",
+    )
+    return dict(zip(OUTCOME + DETAILS, outcome + details, strict=True))
 
 
 def wanted_table(rows: list[dict[str, object]]) -> Table:

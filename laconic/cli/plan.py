@@ -1,6 +1,7 @@
 """`laconic plan`: what each plan would do on a network, without training."""
 
 import json as json_format
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -8,8 +9,9 @@ import typer
 from rich.console import Console
 
 from laconic import plan as parse_plan
-from laconic.cli.forecast import check_table, forecast_table, wanted_table
+from laconic.cli.forecast import ONE_TABLE, check_table, forecast_tables, wanted_table
 from laconic.cli.results import check_writable
+from laconic.cli.view import PipedConsole
 from laconic.compare.links import Link, LinkError
 from laconic.compare.links import link as parse_link
 from laconic.compare.settings import LabError
@@ -151,12 +153,12 @@ def plan(
     if json:
         print(json_format.dumps(rows, indent=1))
         return
-    console = Console()
+    console = PipedConsole(width=None if sys.stdout.isatty() else ONE_TABLE)
     if explained:
         for each in forecast.rows:
             console.print("\n".join(explain(each)), markup=False, highlight=False, soft_wrap=True)
             console.print()
-    console.print(forecast_table(forecast))
+    console.print(*forecast_tables(forecast, console.width))
     if needs or price is not None or limit is not None:
         console.print(wanted_table(rows["rows"]))
     console.print(f"kept: {SOURCE}.", markup=False, highlight=False, soft_wrap=True)

@@ -29,15 +29,18 @@ from laconic.session.grad_scaler import ScaledSteps, skips_itself
 from laconic.session.gradients import GradientAverager, GradientPath
 from laconic.session.guard import Guard, GuardObserver, Mode, guard_of
 from laconic.session.health import Sketcher
+from laconic.session.held import HeldParameters
 from laconic.session.model_state import ModelState
 from laconic.session.module import ModulePath
 from laconic.session.observers import make, observers_from_env
 from laconic.session.session import Session
 from laconic.session.steps import Steps
 from laconic.session.stop import StepHeaders, Stop
+from laconic.session.unwrap import check_wrapper, model_inside, optimizer_inside, scaler_of
 from laconic.session.weights import Commit, WeightSync
 from laconic.session.wrapping import check_first_step, check_wrapping, remember
 from laconic.torch_private.fsdp import find_units
+from laconic.torch_private.optimizers import runs_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +70,11 @@ def attach(
 
     Args:
         plan: When workers synchronise, how tensors are encoded, what is done with the mean, and with whom.
-        model: A DDP model, one sharded by FSDP2, or a bare module, compiled or not. A bare module averages gradients at
-            the optimizer's step: before clipping them, call `session.average_gradients()`.
+        model: A DDP model, one sharded by FSDP2, or a bare module, compiled or not, or what accelerate's `prepare` or
+            Fabric's `setup` returned. A bare module averages gradients at the optimizer's step: before clipping them,
+            call `session.average_gradients()`.
         optimizer: One optimizer, or all that train the model: a step is over when each has stepped once, in any order.
+            It may be a wrapper that passes its steps on, such as accelerate's or Lightning's.
         group: The workers that synchronise: by default DDP's group or the world; of a sharded model, those that
             hold the same shards. Without torch.distributed it is a world of one, where nothing is sent.
         levels: The groups inside it that the plan may name, from a DeviceMesh (innermost dimension last) or as this
@@ -92,7 +97,8 @@ def attach(
             one; 0 is never.
         compress_alone: Whether the codec also runs in a world of one, to measure it; nothing is sent there.
         scaler: The GradScaler of the training, if there is one. A DDP or sharded model averages scaled gradients, and
-            error feedback must know when the loss scale changes. Bare modules do not need it.
+            error feedback must know when the loss scale changes. Bare modules do not need it. That of accelerate is
+            found in its wrapper of the optimizer.
         clip_norm: Scale the averaged gradients of each optimizer down to this norm before it steps, as torch's
             `clip_grad_norm_` does: over all shards, after unscaling, and also in steps that average nothing.
         guard: "warn" measures what the plan delivers (`session.health`), and logs a warning if it falls behind. "act"
@@ -101,7 +107,10 @@ def attach(
     Raises:
         DisagreementError: On all workers, if they differ in model, plan or versions.
     """
-    optimizers = check_arguments(plan, model, optimizer)
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = check_arguments(plan, model, given)
+    scaler = scaler or next(filter(None, map(scaler_of, given)), None)
+    model = model_inside(model)
     clipping = Clipping(clip_norm)
     check_wrapping(model)
     units = find_units(model)
@@ -125,13 +134,14 @@ def attach(
         weights = WeightSync(model_state, known, optimizers, commit, anchors, policy, averager.chosen)
         settings = {"commit": commit, "nonfinite": policy, "verify_every": verify_every, "sync_initial": sync_initial}
         options = {**settings, "clip_norm": clip_norm, "guard": guarding}
-        facts = handshake_facts(plan, model_state, model, optimizers, options)
+        held = HeldParameters(model_state, optimizers)
+        facts = handshake_facts(plan, model_state, model, held, options)
         agree(known.world, "what is attached", facts)
         plan.check_fragments(len(model_state.originals))
         tell_learning_rates(known.world, optimizers)
         known.prepare(plan.levels)
         headers = StepHeaders(plan, model_state, Stop())
-        scaled = [ScaledSteps(each) for each in optimizers]
+        scaled = [ScaledSteps(each, wrapper) for each, wrapper in zip(optimizers, given, strict=True)]
         path: GradientPath
         if units:
             path = ShardedPath(units, averager, headers)
@@ -140,7 +150,7 @@ def attach(
         else:
             path = ModulePath(model, averager, headers, scaled)
         sync_initial_weights(model_state, known.world, sync_initial, bare=ddp is None)
-        steps = Steps(plan, path, averager, weights, divergence, headers, scaled, ledger, clipping)
+        steps = Steps(plan, path, averager, weights, divergence, headers, scaled, held, ledger, clipping)
         steps.at_first_step = partial(check_first_step, None if path.in_backward else model)
         session = Session(steps, averager, ledger)
         if guarding.mode != "off":
@@ -148,7 +158,7 @@ def attach(
             observers.insert(0, GuardObserver(guarding, averager.probe, path))
         if plan.observer and (own := make(plan.observer)) is not None:
             observers.append(own)
-        session.install(scaled)
+        session.install()
         remember(session)
     except BaseException:
         known.close()
@@ -162,8 +172,8 @@ def attach(
     return session
 
 
-def check_arguments(plan: object, model: object, optimizer: object) -> list[Optimizer]:
-    """Refuse what cannot be attached; return the optimizers."""
+def check_arguments(plan: object, model: object, given: Sequence[object]) -> list[Optimizer]:
+    """Refuse what cannot be attached; return the optimizers inside those that were given."""
     if not isinstance(plan, Plan):
         raise TypeError(
             f"attach({_shown(plan)}, ...): the first argument is a Plan, such as laconic.power_sgd(rank=4). "
@@ -171,8 +181,9 @@ def check_arguments(plan: object, model: object, optimizer: object) -> list[Opti
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach(plan, {_shown(model)}, ...): the second argument is the model, a torch.nn.Module.")
-    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    optimizers = [each for each in given if isinstance(each, Optimizer)]
+    for each in given:
+        check_wrapper(each, plan)
+    optimizers = [each for each in map(optimizer_inside, given) if isinstance(each, Optimizer)]
     if not given or len(optimizers) < len(given):
         raise TypeError(
             "attach(plan, model, optimizer): the third argument is a torch.optim.Optimizer, or several in a list, not "
@@ -180,6 +191,11 @@ def check_arguments(plan: object, model: object, optimizer: object) -> list[Opti
         )
     ours = {id(p) for p in model.parameters()}
     for each in optimizers:
+        if not runs_hooks(each):
+            raise ValueError(
+                f"attach: {type(each).__name__} has not run torch.optim.Optimizer.__init__, so torch calls no hooks at "
+                "its steps. Call super().__init__(params, defaults) in it, or give attach the optimizer that it wraps."
+            )
         if not any(id(p) in ours for group in each.param_groups for p in group["params"]):
             raise ValueError(
                 f"attach: {type(each).__name__} holds none of the model's parameters: its steps are not the model's. "
@@ -198,7 +214,7 @@ def handshake_facts(
     plan: Plan,
     model_state: ModelState,
     model: nn.Module,
-    optimizers: Sequence[Optimizer],
+    held: HeldParameters,
     settings: Mapping[str, object],
 ) -> dict[str, object]:
     """State what must be the same on all workers."""
@@ -207,10 +223,7 @@ def handshake_facts(
     facts: dict[str, object] = {"laconic": __version__, "torch": torch.__version__, "plan": repr(plan), **settings}
     facts |= parameter_facts(model.named_parameters())
     facts |= parameter_facts(model_state.all_buffers.items(), "buffer")
-    for index, each in enumerate(optimizers):
-        held = [model_state.name_of.get(id(p), "?") for group in each.param_groups for p in group["params"]]
-        facts[f"optimizer {index}"] = f"{type(each).__name__} of {', '.join(held)}"
-    return facts
+    return facts | held.facts
 
 
 def tell_learning_rates(queue: CollectiveQueue, optimizers: Sequence[Optimizer]) -> None:

@@ -28,6 +28,7 @@ from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager, sparse_tables
 from laconic.session.model_state import local_of
 from laconic.session.stop import StepHeaders
+from laconic.session.unwrap import model_inside
 from laconic.torch_private.autograd import at_end_of_backward, backward_id
 from laconic.torch_private.distributed import is_joining
 
@@ -288,7 +289,6 @@ def check_dense(ddp: DistributedDataParallel) -> None:
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the DDP model, also inside what torch.compile has wrapped; None for another model."""
-    while isinstance(getattr(model, "_orig_mod", None), nn.Module):
-        model = model._orig_mod  # type: ignore[assignment]
-    return model if isinstance(model, DistributedDataParallel) else None
+    """Return the DDP model, also inside a wrapper of torch.compile or Fabric; None for another model."""
+    inside = model_inside(model)
+    return inside if isinstance(inside, DistributedDataParallel) else None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from laconic.session.unwrap import report_step
 from laconic.torch_private.optimizers import is_nested_step
 
 _FLAG = "_step_supports_amp_scaling"
@@ -26,13 +27,19 @@ def skips_itself(optimizer: Optimizer) -> bool:
 
 
 class ScaledSteps:
-    """Lets one optimizer be called at every step, whatever a GradScaler finds."""
+    """Lets one optimizer be called at every step, whatever a GradScaler finds.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    `wrapper` is what a framework has put around the optimizer; it is told which steps were skipped.
+    """
+
+    def __init__(self, optimizer: Optimizer, wrapper: object = None) -> None:
         self.optimizer = optimizer
+        self._wrapper = wrapper
+        self._skipped = False
         self._native = skips_itself(optimizer)
         self._removed: list[tuple[Tensor, Tensor]] = []
         self._flag: Tensor | None = None
+        self._begun = False
 
     def declare(self) -> ScaledSteps:
         """Declare that the optimizer supports scaling: the caller runs `begin_step` and `end_step`."""
@@ -87,6 +94,7 @@ class ScaledSteps:
 
     def skip_step(self) -> None:
         """Let the step that is about to begin change nothing."""
+        self._skipped = True
         for p in self._with_gradient():
             assert p.grad is not None
             self._removed.append((p, p.grad))
@@ -116,6 +124,7 @@ class ScaledSteps:
 
     def begin_step(self) -> None:
         """Skip the update if the GradScaler has found an overflow."""
+        self._begun = True
         found = getattr(self.optimizer, "found_inf", None)
         if self._native or found is None:
             return
@@ -126,6 +135,13 @@ class ScaledSteps:
 
     def end_step(self) -> None:
         """Put the gradients of a skipped step back."""
+        if not self._begun:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step(closure) has not called its closure, in which gradients are "
+                "averaged and checked. Compute them before: call closure(), then optimizer.step()."
+            )
+        report_step(self._wrapper, self._skipped)
+        self._begun = self._skipped = False
         for p, grad in self._removed:
             p.grad = grad
         self._removed = []

@@ -46,7 +46,8 @@ class ModelState:
         self.name_of: dict[int, str] = {}
         self.devices: dict[str, torch.device] = {}
         self.facts = Facts({})
-        """What all workers must have in common: names, shapes and dtypes of what is averaged."""
+        """What all workers must have in common: names, shapes and dtypes of what is averaged, and `state_also`."""
+        self._also: dict[str, object] = {}
         self.unsynced: set[str] = set()
         """Parameters that came after `attach`, and that may differ between workers still."""
         self.state: dict[str, State] = {}
@@ -86,8 +87,7 @@ class ModelState:
         self.nonfinite_by_design |= {name for name, b in new_buffers.items() if not bool(b.isfinite().all())}
         self.name_of = {id(p): name for name, p in self.originals.items()}
         self.devices = {name: p.device for name, p in self.params.items()}
-        shown = parameter_facts(self.originals.items()) | parameter_facts(self.all_buffers.items(), "buffer")
-        self.facts = Facts(shown)
+        self._state_facts()
         new = {name for name, p in self.originals.items() if before.get(name) is not p}
         self.unsynced |= new
         gone = new | (before.keys() - self.originals.keys())
@@ -95,6 +95,19 @@ class ModelState:
             self.state = without(self.state, gone)
         if any(devices.get(name, device) != device for name, device in self.devices.items()):
             self.state = copied(self.state, self.devices)
+
+    def _state_facts(self) -> None:
+        shown = parameter_facts(self.originals.items()) | parameter_facts(self.all_buffers.items(), "buffer")
+        self.facts = Facts(shown | self._also)
+
+    def state_also(self, facts: Mapping[str, object]) -> None:
+        """Count these among the facts that all workers must have in common."""
+        self._also = dict(facts)
+        self._state_facts()
+
+    def all_names(self) -> dict[int, str]:
+        """Return the names of all parameters by their ids, also of those that are not trained."""
+        return {id(p): name for name, p in _by_name(self._model.named_parameters()).items()}
 
     def everything(self) -> dict[str, Tensor]:
         """Return all parameters, also those that are not trained, and all buffers."""

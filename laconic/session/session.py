@@ -24,6 +24,7 @@ from laconic.checks.divergence import DivergenceCheck
 from laconic.checks.finite import NonFinite, check_policy
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
+from laconic.session.closures import Arguments, run_when_ready
 from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager
 from laconic.session.health import Health
@@ -41,8 +42,7 @@ class Session:
         self.ledger = ledger
         self.health: Health | None = None
         """The last measurement of the guard; None without one. See `attach(guard=...)`."""
-        self._steps = steps
-        self._averager = averager
+        self._steps, self._averager = steps, averager
         self._removals: list[Callable[[], None]] = []
         self._observers: list[StepObserver] = []
 
@@ -75,6 +75,11 @@ class Session:
     def timeout_s(self) -> float | None:
         """How long the next collective among all workers may take; None in a world of one, and over NCCL."""
         return None if (timeout := self._steps.levels.world.timeout) is None else timeout.limit_s
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The torch optimizers whose steps the session counts, without what a framework has put around them."""
+        return [each.optimizer for each in self._steps.scaled]
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -172,15 +177,13 @@ class Session:
         `validation` is a validation loss, or a function without arguments that computes it: `laconic compare` calls it
         now and then, on the mean of all workers' weights. Without observers this does nothing and returns False.
         """
-        stops = [observer.report(self, loss, tokens, validation) for observer in self._observers]  # every one gets it
-        return any(stops)
+        return sum(observer.report(self, loss, tokens, validation) for observer in self._observers) > 0  # each gets it
 
     def stop_on(self, *signals: signal.Signals, every_s: float = 0.5) -> None:
         """Stop on these signals, by default SIGTERM. Every worker calls it, before the first step.
 
         When one worker gets a signal, `should_stop` becomes True on all after the same step: save, and leave the loop.
-        DDP and sharded models that average gradients then exchange a header of some 50 bytes every `every_s` seconds.
-        Under `alone()` each worker stops for itself.
+        DDP and sharded models that average gradients exchange 50 bytes every `every_s`. `alone()` stops one worker.
         """
         self._steps.stop_on(signals or (signal.SIGTERM,), every_s)
 
@@ -205,8 +208,7 @@ class Session:
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather a row of numbers from every worker, in their order. Every worker calls it with as many numbers."""
-        rows: list[list[int]] = self._steps.levels.world.gather(torch.tensor(numbers, dtype=torch.int64)).tolist()
-        return rows
+        return list(self._steps.levels.world.gather(torch.tensor(numbers, dtype=torch.int64)).tolist())
 
     def regroup(self, group: dist.ProcessGroup) -> None:
         """Go on with the workers of another group, after some were lost or new ones came. For bare modules.
@@ -230,9 +232,8 @@ class Session:
 
     def detach(self) -> None:
         """Remove all hooks. A DDP model then averages gradients as DDP does."""
-        for remove in self._removals:
-            remove()
-        self._removals = []
+        while self._removals:
+            self._removals.pop(0)()
         self._steps.path.detach()
         self._steps.weights.forget()
         self._steps.levels.close()
@@ -247,32 +248,31 @@ class Session:
         """Go on where `state_dict` was taken. The plan must be the one that was saved."""
         self._steps.load_state_dict(saved)
 
-    def install(self, scaled: Sequence[ScaledSteps]) -> None:
+    def install(self) -> None:
         """Install the hooks: `attach` calls it once, after everything that may refuse."""
         try:
             self._steps.path.install()
-            for each in scaled:
+            for each in self._steps.scaled:
                 self._removals += [
                     each.declare().remove,
                     each.optimizer.register_step_pre_hook(partial(self._before_step, each)).remove,
                     each.optimizer.register_step_post_hook(partial(self._after_step, each)).remove,
                 ]
-            others = OtherOptimizers(self._averager.model_state, [each.optimizer for each in scaled])
-            self._removals.append(others.install().remove)
+            self._removals.append(OtherOptimizers(self._averager.model_state, self.optimizers).install().remove)
             self._steps.prepare()
         except BaseException:
             self.detach()
             raise
 
-    def _before_step(
-        self, scaled: ScaledSteps, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if is_nested_step(optimizer):
-            return
-        closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
-        self._steps.check_closure(closure)
-        self._before(scaled, step_follows=True)
-        scaled.begin_step()
+    def _before_step(self, scaled: ScaledSteps, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
+        return None if is_nested_step(optimizer) else run_when_ready(args, kwargs, partial(self._ready, scaled))
+
+    def _ready(self, scaled: ScaledSteps, evaluations: int) -> None:
+        if evaluations == 1:
+            self._before(scaled, step_follows=True)
+            scaled.begin_step()
+        else:
+            self._steps.evaluated_again(scaled)
 
     def _after_step(self, scaled: ScaledSteps, optimizer: Optimizer, *_: object) -> None:
         if not is_nested_step(optimizer):

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from laconic.checks.agreement import agree
 from laconic.checks.divergence import DivergenceCheck
@@ -30,7 +29,9 @@ from laconic.session.carry_over import apply_residuals
 from laconic.session.clipping import Clipping
 from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager, GradientPath
+from laconic.session.held import HeldParameters
 from laconic.session.stop import StepHeaders
+from laconic.session.unwrap import optimizer_inside
 from laconic.session.weights import WeightSync
 
 
@@ -46,6 +47,7 @@ class Steps:
         divergence: DivergenceCheck,
         headers: StepHeaders,
         scaled: Sequence[ScaledSteps],
+        held: HeldParameters,
         ledger: Ledger,
         clipping: Clipping,
     ) -> None:
@@ -57,9 +59,8 @@ class Steps:
         self.weights = weights
         self.divergence = divergence
         self.headers = headers
-        self._averager = averager
-        self._model_state = averager.model_state
-        self._scaled = scaled
+        self._averager, self._model_state = averager, averager.model_state
+        self.scaled, self._held = scaled, held
         self._ledger = ledger
         self._clipping = clipping
         self._gradient: Sync | None = None
@@ -100,11 +101,11 @@ class Steps:
     @property
     def waiting(self) -> list[ScaledSteps]:
         """The optimizers that have yet to step in this step."""
-        return [each for each in self._scaled if each not in self._stepped]
+        return [each for each in self.scaled if each not in self._stepped]
 
-    def average_gradients(self, optimizer: Optimizer | None) -> None:
+    def average_gradients(self, optimizer: object) -> None:
         """Average the gradients of a bare module now: those of one optimizer, or of all that have yet to step."""
-        found = [each for each in self._scaled if optimizer is None or each.optimizer is optimizer]
+        found = [each for each in self.scaled if optimizer is None or each.optimizer is optimizer_inside(optimizer)]
         if not found:
             raise ValueError(
                 f"average_gradients({type(optimizer).__name__}): attach was not given this optimizer. Give it one that "
@@ -113,17 +114,20 @@ class Steps:
         if self._void is not True:
             self._received(self.path.average_now([each for each in found if each not in self._stepped]))
 
-    def check_closure(self, closure: bool) -> None:
-        """Refuse a closure where gradients would have to be averaged inside it."""
-        if closure and self._gradient is not None and not self.path.in_backward:
+    def evaluated_again(self, optimizer: ScaledSteps) -> None:
+        """Take gradients that a closure has computed again in the same step, as LBFGS does."""
+        if self._gradient is not None and self.levels[self._gradient.level].workers > 1:
             raise RuntimeError(
-                "optimizer.step(closure) computes gradients inside the step, where a bare module cannot average them. "
-                "Wrap the model in DistributedDataParallel, or call backward before optimizer.step()."
+                f"{type(optimizer.optimizer).__name__} calls its closure more than once in a step, and {self.plan!r} "
+                "averages gradients once. Each worker sees its own loss, and would search for itself. Use an optimizer "
+                "that calls it once, or a plan that averages weights, such as diloco()."
             )
+        self._clipping.clip(optimizer)
 
     def before(self, optimizer: ScaledSteps, step_follows: bool = True) -> None:
         """Average and check gradients with the other workers, also where this worker then takes no step."""
         self.levels.raise_if_broken()
+        self._held.refresh()
         self.step = self.headers.step - 1  # which has counted on, where this worker had run out of data (DDP's join)
         if self.at_first_step is not None:
             self.at_first_step(self.levels)
@@ -152,7 +156,7 @@ class Steps:
         """Note the learning rate of the round: that of its first step, or a larger one where the period follows it."""
         first = self.clock.since == self.step
         if first or (self.step > self.clock.since and isinstance(self.plan.schedule, Quadratic)):
-            lr = float(self._scaled[0].optimizer.param_groups[0].get("lr", inf))
+            lr = float(self.scaled[0].optimizer.param_groups[0].get("lr", inf))
             self.clock = SyncClock(self.clock.since, lr if first else max(lr, self.clock.lr))
 
     def _received(self, headers: Headers | None) -> None:

@@ -23,7 +23,12 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def check_wrapping(model: nn.Module) -> None:
-    """Refuse a model that DDP averages besides, or that has a session already."""
+    """Refuse a model that somebody else averages besides, or that has a session already."""
+    if any(type(module).__name__ == "DeepSpeedEngine" for module in model.modules()):
+        raise ValueError(
+            "attach: DeepSpeedEngine averages gradients itself, in every step. Train a DDP model, one that FSDP2 "
+            "shards, or a bare module."
+        )
     if find_ddp(model) is None:
         check_ddp(model)
     ours = {id(p) for p in model.parameters()}
@@ -38,17 +43,19 @@ def check_wrapping(model: nn.Module) -> None:
 
 def check_ddp(model: nn.Module) -> None:
     """Refuse a bare module that DDP wraps, or that contains a DDP model: DDP would go on averaging."""
+    kind = type(model).__name__
     inside = [name for name, module in model.named_modules() if isinstance(module, DistributedDataParallel)]
     if inside:
         raise ValueError(
-            f"attach: {inside[0]} inside this model is a DistributedDataParallel, which averages besides. "
-            "Attach to that DDP model, or make the model without it."
+            f"attach: {kind} hides a DistributedDataParallel, {inside[0]!r}, which averages in every step besides. "
+            f"Attach to that DDP model: attach(plan, model.{inside[0]}, optimizer). Or make {kind} without it."
         )
     if ddp_models_of({id(p) for p in model.parameters()}):
         raise ValueError(
-            "attach: a DistributedDataParallel holds this model's parameters, and averages in every step besides. "
-            "Attach to the DDP model itself: attach(plan, ddp_model, optimizer), after it is made. If it is not used, "
-            "delete it."
+            f"attach: a DistributedDataParallel holds the parameters of this {kind}, and averages in every step "
+            "besides. Attach to the DDP model itself: attach(plan, ddp_model, optimizer), after it is made. It is what "
+            "accelerator.prepare() or fabric.setup() returned, trainer.model_wrapped in transformers, and "
+            "trainer.strategy.model in Lightning. If it is not used, delete it."
         )
 
 

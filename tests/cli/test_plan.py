@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
+from rich.console import Console
+
+import laconic
+from laconic.cli.forecast import forecast_tables
+from laconic.compare.links import link as parse_link
+from laconic.planner.collectives import Formula
+from laconic.planner.front import PLANS
+from laconic.planner.predict import Scenario
+from laconic.planner.rows import Forecast
+from laconic.planner.shapes import from_count
 
 MODEL = ["plan", "--parameters", "30846720"]
 BASE = [*MODEL, "--workers", "4", "--link", "992.6mbit", "--step", "25.2ms"]
@@ -46,6 +57,18 @@ def test_table_explanation_and_picture(here, tmp_path, monkeypatch):
     ):
         assert part in out
     assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("width", "tables"), [(80, 2), (135, 1)])
+def test_a_narrow_terminal_shows_every_plan(width, tables):
+    scenario = Scenario(from_count(2_000_000), 8, Formula(parse_link("1gbit")), 0.25)
+    found = forecast_tables(Forecast([laconic.plan(text) for text in PLANS], scenario), width)
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(*found)
+    text = console.export_text()
+    assert len(found) == tables and "…" not in text
+    for plan in PLANS:
+        assert text.count(plan.split("(")[0]) >= tables
 
 
 def test_a_finished_run_is_checked(here, tmp_path, monkeypatch):

@@ -309,7 +309,7 @@ def _attach_before_ddp(worker: int) -> None:
     laconic.attach(laconic.diloco(), model, optimizer)
     ddp = DDP(model)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"holds this model's parameters.*Attach to the DDP model itself"):
+        with pytest.raises(ValueError, match=r"holds the parameters of this .*Attach to the DDP model itself"):
             _train(ddp, optimizer, worker, range(1))
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from tests.session.models import assert_equal_bits, batch, mlp, weights
-from tests.workers import WorkerError, run_workers
+from tests.workers import run_workers
 
 PLANS = [
     "ddp()",
@@ -314,18 +314,6 @@ def test_a_step_skipped_by_hand():
     results = run_workers(_skips_by_hand, 2)
     assert_equal_bits([result for result, _ in results])
     assert [steps for _, steps in results] == [8, 8]
-
-
-def _closure(worker: int) -> None:
-    module = mlp()
-    optimizer = torch.optim.LBFGS(module.parameters())
-    laconic.attach(laconic.ddp(), module, optimizer)
-    optimizer.step(lambda: module(torch.ones(1, 32)).sum())
-
-
-def test_a_closure_on_a_bare_module_is_refused():
-    with pytest.raises(WorkerError, match="computes gradients inside the step"):
-        run_workers(_closure, 1, group=False)
 
 
 def test_a_world_of_one_without_torch_distributed_is_exact_and_silent():

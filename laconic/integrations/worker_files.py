@@ -1,0 +1,133 @@
+"""Each worker's own state, in a file beside what a framework saves.
+
+Frameworks save the model and the optimizer of the first worker alone. With laconic, every worker has state of its own:
+residuals and, where a plan takes local steps, weights and moments that differ until the next synchronisation. So each
+worker writes `laconic_<rank>.safetensors` into the folder of the framework's checkpoint. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from laconic import Session
+from laconic.checkpoint.files import read_worker_file, write_worker_file
+from laconic.checkpoint.loading import StrPath
+from laconic.checkpoint.tree import CheckpointError, flatten
+from laconic.checkpoint.workers import lowest_and_highest, resolve_worker
+
+FORMAT = "laconic worker 1"
+
+
+def file_name(worker: int, name: str = "laconic") -> str:
+    """Return the name of a worker's file."""
+    return f"{name}_{worker}.safetensors"
+
+
+def check_can_save(session: Session) -> None:
+    """Refuse what a worker's file cannot hold: shards that local steps make different."""
+    if session.plan.local and any(isinstance(p, DTensor) for p in session.parameters.values()):
+        raise ValueError(
+            f"{session.plan!r} on a sharded model: between two synchronisations the replicas of a shard differ, and a "
+            "framework's checkpoint holds one of them. Use a plan that averages gradients, such as power_sgd(), or "
+            "save every replica with laconic.checkpoint."
+        )
+
+
+def save(folder: StrPath, session: Session, name: str = "laconic") -> None:
+    """Write this worker's file. Every worker calls it at the same step; on return all have written theirs."""
+    check_can_save(session)
+    _together("save", lambda: save_own(Path(folder), session, name), lambda _: session.step)
+
+
+def save_own(folder: Path, session: Session, name: str = "laconic") -> None:
+    """Write this worker's file, without a word to the others."""
+    worker, workers = resolve_worker(None, None)
+    state: dict[str, Any] = {"format": FORMAT, "worker": worker, "workers": workers, "session": session.state_dict()}
+    if session.plan.local and worker > 0:  # the framework saves those of worker 0
+        moments = [optimizer.state_dict() for optimizer in session.optimizers]
+        state["own"] = {"tensors": _tensors(session), "optimizers": moments}
+    folder.mkdir(parents=True, exist_ok=True)  # a worker may come before the first, which makes it
+    path = folder / file_name(worker, name)
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_worker_file(temporary, *flatten(state))
+    os.replace(temporary, path)
+
+
+def load(folder: StrPath, session: Session, without: str, name: str = "laconic") -> dict[str, Any]:
+    """Read this worker's file, and let the session go on from it. Every worker calls it.
+
+    The result has "own" where this worker's weights and moments are not those of worker 0: `restore_own` sets them.
+    `without` tells in errors how to go on without such files.
+    """
+
+    def read() -> dict[str, Any]:
+        try:
+            return _read(Path(folder), name)
+        except (OSError, CheckpointError) as error:
+            way_out = f"To go on from the model and the optimizer alone, with residuals of zero, {without}."
+            raise CheckpointError(f"{error} {way_out}") from error
+
+    state: dict[str, Any] = _together("load", read, lambda found: int(found["session"]["step"]))
+    session.load_state_dict(state["session"])
+    return state
+
+
+def restore_own(session: Session, state: dict[str, Any]) -> None:
+    """Set the weights and moments of this worker, after the framework has loaded those of worker 0."""
+    own = state.get("own")
+    if own is None:
+        return
+    with torch.no_grad():
+        for key, t in _tensors(session).items():
+            t.copy_(own["tensors"][key])
+    for optimizer, saved in zip(session.optimizers, own["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+
+
+def _tensors(session: Session) -> dict[str, Tensor]:
+    return {**session.parameters, **session.buffers}
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    worker, workers = resolve_worker(None, None)
+    path = folder / file_name(worker, name)
+    saved_by = len(list(folder.glob(f"{name}_*.safetensors")))
+    if not saved_by:
+        raise CheckpointError(f"{folder} has no {path.name}: it was saved without laconic, or under another name.")
+    state = read_worker_file(path) if path.exists() else {"format": FORMAT, "worker": worker, "workers": saved_by}
+    if not isinstance(state, dict) or state.get("format") != FORMAT or state.get("worker") != worker:
+        raise CheckpointError(f"{path} is not what worker {worker} saves with this version of laconic.")
+    if state["workers"] != workers:
+        raise CheckpointError(
+            f"{folder} was saved by {state['workers']} workers, and there are {workers}: each worker has state of its "
+            f"own. Start {state['workers']} workers."
+        )
+    return state
+
+
+def _together(verb: str, act: Callable[[], Any], step_of: Callable[[Any], int]) -> Any:
+    """Act on every worker; raise on all of them if one fails, or if they are not at the same step."""
+    result, error = None, None
+    try:
+        result = act()
+    except (OSError, CheckpointError, SafetensorError, TypeError) as found:
+        error = found
+    lowest, highest = lowest_and_highest(-1 if error is not None else step_of(result))
+    if error is not None:
+        raise error
+    if lowest < 0:
+        raise CheckpointError(f"another worker could not {verb} its state; its own error gives the reason.")
+    if lowest < highest:
+        raise CheckpointError(
+            f"the workers' files are of steps {lowest} to {highest}: they belong to different checkpoints, of which "
+            "one was not completed. Load an older checkpoint, and let all workers save at the same step."
+        )
+    return result
