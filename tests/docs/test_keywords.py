@@ -42,6 +42,7 @@ def test_names_lead_to_their_lines_and_tests(index, name):
     assert keyword.definitions and keyword.tests
     for definition in keyword.definitions:
         assert name in (ROOT / definition.path).read_text().splitlines()[definition.line - 1]
+    assert not any(test.path.startswith("tests/docs/") for test in keyword.tests)
     for test in keyword.tests:
         assert f"{test.name}" in (ROOT / test.path).read_text().splitlines()[test.line - 1]
 
