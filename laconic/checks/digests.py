@@ -12,6 +12,7 @@ _CPU_ROWS, _GPU_ROWS = 64, 1 << 14
 """Rows that are mixed at a time: they stay in a core's cache; a GPU needs work for all of its cores."""
 _MIX = -7046029254386353131  # 2^64 / the golden ratio, as int64
 _SHIFT = 29
+"""No multiple of 8: the sign bits of the elements in a word must not meet, and undo each other."""
 _LOW = (1 << 64 - _SHIFT) - 1
 
 
@@ -66,11 +67,12 @@ def _row_sums(table: Tensor) -> Tensor:
 def _mixed(words: Tensor, space: Tensor | None = None) -> Tensor:
     """Map each word to another, one to one, by a function of its place in the last dimension.
 
-    Products with odd numbers and x ^ (x >> 29) are one-to-one. The shift must be logical: with an arithmetic one, as
-    torch's is, a product and its complement have the same image.
+    x ^ (x >> 29) and products with odd numbers are one-to-one. A product carries a changed bit upwards only, so
+    high bits are added to low ones first: otherwise the signs of two elements could change without a trace. The shift
+    must be logical: torch's is arithmetic, and its images of a number and of its complement are the same.
     """
-    product, shifted = (None, None) if space is None else space.unbind()
+    mixed, shifted = (None, None) if space is None else space.unbind()
     place = torch.arange(1, words.shape[-1] + 1, dtype=torch.int64, device=words.device)
-    product = torch.mul(words, (place * _MIX) | 1, out=product)
-    shifted = torch.bitwise_right_shift(product, _SHIFT, out=shifted)
-    return product.bitwise_xor_(shifted.bitwise_and_(_LOW))
+    shifted = torch.bitwise_right_shift(words, _SHIFT, out=shifted)
+    mixed = torch.bitwise_xor(words, shifted.bitwise_and_(_LOW), out=mixed)
+    return mixed.mul_((place * _MIX) | 1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -74,6 +76,25 @@ def test_four_flips_at_the_corners_of_a_rectangle_change_it(top, bottom, left, r
     for row in (top, bottom):
         mirrored[row, left], mirrored[row, right] = swapped[row, right].item(), swapped[row, left].item()
     assert _differ(swapped, mirrored)
+
+
+@given(st.integers(0, 510), st.integers(511, 1023), st.integers(0, 63), st.integers(0, 9))
+@settings(deadline=None, max_examples=100)
+@example(0, 512, 63, 0)
+def test_two_flips_of_the_same_bit_in_a_row_change_it(left, right, bit, seed):
+    """A bit at the top of a word must not be lost in a sum, where another one undoes it."""
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (2, 1024), generator=torch.Generator().manual_seed(seed))
+    flipped = words.clone()
+    flipped[1, [left, right]] ^= -(1 << 63) if bit == 63 else 1 << bit
+    assert _differ(words, flipped)
+
+
+def test_the_signs_of_any_two_elements_change_it():
+    x = torch.randn(2048, generator=torch.Generator().manual_seed(0))
+    for i, j in itertools.combinations(range(1, 64, 2), 2):
+        y = x.clone()
+        y[[i, j]] *= -1
+        assert _differ(x, y), (i, j)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
