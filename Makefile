@@ -4,8 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.laconic-installed
 FRAMEWORKS := .venv-frameworks
+DOCS   := .venv-docs
+SITE   := build/site
 
-.PHONY: compare test test-all frameworks nightly lint types clean
+.PHONY: compare test test-all frameworks nightly docs lint types clean
 .DELETE_ON_ERROR:
 
 compare: $(STAMP)
@@ -26,6 +28,11 @@ nightly: $(STAMP)
 frameworks: $(FRAMEWORKS)/.laconic-installed
 	$(FRAMEWORKS)/bin/python -m pytest -m frameworks -o filterwarnings=default tests/integrations
 
+# The site, in an environment of its own: build/site/index.html. A warning is an error, and every link is followed.
+docs: $(DOCS)/.laconic-installed
+	$(DOCS)/bin/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -d build/doctrees docs $(SITE)
+	LACONIC_SITE=$(SITE) $(DOCS)/bin/python -m pytest tests/docs/test_site.py tests/docs/test_publishing.py
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -36,6 +43,7 @@ types: $(STAMP)
 # Made again when the dependencies change.
 $(STAMP): EXTRA := dev
 $(FRAMEWORKS)/.laconic-installed: EXTRA := frameworks
+$(DOCS)/.laconic-installed: EXTRA := docs
 %/.laconic-installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "laconic needs Python 3.11 or newer, and $(PYTHON) is older. Try: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2; }
@@ -44,4 +52,4 @@ $(FRAMEWORKS)/.laconic-installed: EXTRA := frameworks
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) build .pytest_cache .mypy_cache .ruff_cache

@@ -2,19 +2,23 @@
 
     session.ledger.payload_bytes              bytes passed to collectives
     session.ledger.totals(by="level")         the same for each level
-    session.ledger.write("ledger.jsonl")      a line for each collective
+    session.ledger.waited_s                   how long training stood still for them
+    session.ledger.write("ledger.jsonl")      a line for each collective, and for each note
 
 The totals cover the whole run. The ledger keeps the entries of the last `keep` collectives in memory, and writes all of
-them to disk if it was given a path.
+them to disk if it was given a path. A note is what something measured at a step, such as the guard; its line has the
+key "note".
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -27,11 +31,14 @@ def wire_bytes(op: str, payload: int, workers: int, distance: int = 0, own: int 
     An all_gather sends p−1 payloads: each worker forwards the part of every other.
     A broadcast sends p−1 payloads in all, along gloo's binomial tree: the worker at `distance` d from its source sends
     one to each d + 2^i with 2^i > d. The source sends log₂ p payloads, and half of the workers none.
+    A gather sends one payload from every worker but the first, which is at `distance` 0.
 
     >>> wire_bytes("all_reduce", 1000, workers=4), wire_bytes("all_gather", 1000, workers=4)
     (1500, 3000)
     >>> [wire_bytes("broadcast", 1000, workers=4, distance=d) for d in range(4)]
     [2000, 1000, 0, 0]
+    >>> [wire_bytes("gather", 1000, workers=4, distance=d) for d in range(4)]
+    [0, 1000, 1000, 1000]
     """
     if op == "all_reduce":
         return 2 * (workers - 1) * payload // workers
@@ -39,6 +46,8 @@ def wire_bytes(op: str, payload: int, workers: int, distance: int = 0, own: int 
         return payload - (-(-payload // workers) if own is None else own)
     if op == "broadcast":
         return payload * sum(distance < 1 << i < workers - distance for i in range(workers.bit_length()))
+    if op == "gather":
+        return payload if distance else 0
     return (workers - 1) * payload
 
 
@@ -55,6 +64,15 @@ class Entry:
     wire_bytes: int
     seconds: float
     workers: int = 0
+
+
+@dataclass(frozen=True)
+class Note:
+    """What was measured at a step: `note` tells by whom, "health" by the guard."""
+
+    step: int
+    note: str
+    values: Mapping[str, float]
 
 
 @dataclass
@@ -92,7 +110,10 @@ class Ledger:
         if keep < 0:
             raise ValueError(f"Ledger(keep={keep}): keep must not be negative. To keep no entries, use 0.")
         self.entries: deque[Entry] = deque(maxlen=keep)
+        self.notes: deque[Note] = deque(maxlen=keep)
         self.step = 0
+        self.waited_s = 0.0
+        """The seconds for which this worker's training stood still until exchanges ended; not over NCCL."""
         self._totals: dict[tuple[str, str, str], Totals] = {}
         self._lock = threading.Lock()  # exchanges record from the queue's thread
         self._file: TextIO | None = None
@@ -121,10 +142,20 @@ class Ledger:
         with self._lock:
             self.entries.append(entry)
             self._totals.setdefault((op, level, phase), Totals()).add(entry)
-            if self._file is not None:
-                self._file.write(json.dumps(asdict(entry)) + "\n")
+            self._write(entry)
         for callback in self._subscribers:
             callback(entry)
+
+    def note(self, note: str, step: int, values: Mapping[str, float]) -> None:
+        """Keep what was measured at a step beside its collectives."""
+        with self._lock:
+            self.notes.append(Note(step, note, values))
+            self._write(self.notes[-1])
+
+    def add_wait(self, since_s: float) -> None:
+        """Count the time since `since_s`, a `time.perf_counter()`, as time for which training stood still."""
+        with self._lock:
+            self.waited_s += time.perf_counter() - since_s
 
     def subscribe(self, callback: Callable[[Entry], None]) -> None:
         """Call `callback` with every entry from now on, in the thread that records it."""
@@ -157,24 +188,29 @@ class Ledger:
             raise ValueError(f"totals(by={by!r}): by must be one of {', '.join(columns)}.")
         column = columns.index(by)
         result: dict[str, Totals] = {}
-        with self._lock:
-            for key, total in self._totals.items():
-                into = result.setdefault(key[column], Totals())
-                for field in fields(Totals):
-                    setattr(into, field.name, getattr(into, field.name) + getattr(total, field.name))
+        for key, total in self.all_totals().items():
+            into = result.setdefault(key[column], Totals())
+            for field in fields(Totals):
+                setattr(into, field.name, getattr(into, field.name) + getattr(total, field.name))
         return result
 
+    def all_totals(self) -> dict[tuple[str, str, str], Totals]:
+        """Return the totals for each (operation, level, phase). Safe in any thread."""
+        with self._lock:
+            return {key: replace(total) for key, total in self._totals.items()}
+
     def write(self, path: str | Path) -> None:
-        """Write the entries in memory to `path`, one JSON object on each line."""
+        """Write the entries and notes in memory to `path`, one JSON object on each line."""
         with Path(path).open("w", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in self.jsonl())
 
     def jsonl(self) -> Iterator[str]:
-        """Yield the entries in memory as JSON."""
+        """Yield the entries and notes in memory as JSON, a note after the entries of its step."""
         with self._lock:
-            entries = list(self.entries)
-        for entry in entries:
-            yield json.dumps(asdict(entry))
+            entries: list[Entry | Note] = [*self.entries]
+            notes: list[Entry | Note] = [*self.notes]
+        for row in heapq.merge(entries, notes, key=lambda row: row.step):
+            yield _json(row)
 
     def close(self) -> None:
         """Close the file, if there is one. The totals stay readable."""
@@ -183,6 +219,13 @@ class Ledger:
                 self._file.close()
                 self._file = None
 
+    def _write(self, row: Entry | Note) -> None:
+        if self._file is not None:
+            self._file.write(_json(row) + "\n")
+
     def _all(self) -> list[Totals]:
-        with self._lock:
-            return list(self._totals.values())
+        return list(self.all_totals().values())
+
+
+def _json(row: Entry | Note) -> str:
+    return json.dumps(asdict(row) if isinstance(row, Entry) else {"step": row.step, "note": row.note, **row.values})

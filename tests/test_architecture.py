@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "cost": {"values", "plans", "codecs", "comm", "ledger"},
     "session": CORE,
     "algorithms": CORE,
-    "checkpoint": {"values"},
+    "checkpoint": {"values", "ledger"},
     "migrate": set(),
     "elastic": CORE | {"checkpoint", "atomic_write"},
     "integrations": CORE | {"checkpoint", "elastic"},

@@ -146,3 +146,17 @@ def test_an_unknown_column_is_refused() -> None:
 def test_keep_must_not_be_negative() -> None:
     with pytest.raises(ValueError, match=r"Ledger\(keep=-1\)"):
         Ledger(keep=-1)
+
+
+def test_notes_come_after_the_entries_of_their_step_and_count_for_nothing(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl", keep=2)
+    ledger.step = 1
+    ledger.record("all_reduce", 4, workers=2, phase="gradient")
+    ledger.note("health", 1, {"residual": 0.5})
+    ledger.step = 2
+    ledger.record("all_reduce", 4, workers=2, phase="gradient")
+    assert [json.loads(line).get("note") for line in ledger.jsonl()] == [None, "health", None]
+    assert (tmp_path / "ledger.jsonl").read_text().splitlines() == list(ledger.jsonl())
+    assert json.loads(list(ledger.jsonl())[1]) == {"step": 1, "note": "health", "residual": 0.5}
+    assert (ledger.collectives, ledger.payload_bytes) == (2, 8)
+    ledger.close()

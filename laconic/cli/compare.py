@@ -46,6 +46,7 @@ def compare(
     seed: options.Seed = DEFAULT.seed,
     data: options.Data = None,
     bucket_mb: options.BucketMb = DEFAULT.bucket_mb,
+    guard: options.GuardMode = DEFAULT.guard,
     json: options.Json = None,
     report: options.Report = None,
     png: options.Png = None,
@@ -64,6 +65,10 @@ def compare(
     count = workers_here(given if connected is None else connected.workers)
     plans = _with_baselines(plan or list(DEFAULT_PLANS), baselines and count > 1)
     first: Run
+    if script is not None and guard != DEFAULT.guard:
+        raise LabError(
+            f'--guard {guard} --script {script}: a script chooses its own. Write attach(..., guard="{guard}").'
+        )
     if script is not None:
         first = Script(plans[0], script, tuple(arguments or ()), count, steps, seconds, until_loss, validate_every)
     elif arguments:

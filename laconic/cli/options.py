@@ -26,6 +26,8 @@ Seed = Annotated[int, _run(help="Seed of the initial weights and of the batches.
 _TEXT = "A text file, or a folder of them. Default: the source of Python's standard library."
 Data = Annotated[Path | None, _run(help=_TEXT)]
 BucketMb = Annotated[float, _run(help="Size of DDP's gradient buckets.")]
+_GUARD = "What watches each plan: warn measures what it delivers and logs, act also makes a weak plan stronger."
+GuardMode = Annotated[str, _run("--guard", help=_GUARD)]
 Port = Annotated[int, _run(help="Port of the launcher. 0: any free port.")]
 Oversubscribe = Annotated[bool, _run("--oversubscribe", help="Allow more workers than the cores can serve.")]
 

@@ -25,6 +25,7 @@ def train(
     seed: options.Seed = DEFAULT.seed,
     data: options.Data = None,
     bucket_mb: options.BucketMb = DEFAULT.bucket_mb,
+    guard: options.GuardMode = DEFAULT.guard,
     json: options.Json = None,
     plain: options.Plain = False,
     port: options.Port = 0,

@@ -23,6 +23,8 @@ from laconic.compare.units import human_bytes, share
 
 BARS = "▁▂▃▄▅▆▇█"
 HEADINGS = ("step", "loss", "valid", "kept", "tok/s", "talk", "sent", "MB/s", "left")
+HEALTH = ("behind", "agree")
+"""The columns of what a guard measures, shown where one does."""
 PLAIN_WIDTH = 120
 TREND_WIDTH = 8
 PLAIN_LINES = 10  # for one run of known length
@@ -152,11 +154,13 @@ class LiveView(View):
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("", overflow="fold")
         table.add_column("", no_wrap=True, width=TREND_WIDTH)
-        for heading in HEADINGS:
+        guarded = any(progress.residual is not None for progress, _ in self._latest.values())
+        headings = HEADINGS + HEALTH * guarded
+        for heading in headings:
             table.add_column(heading, justify="right", no_wrap=True)
         for row, label in self._labels.items():
             trend = f"[cyan]{sparkline(self._losses[row], TREND_WIDTH)}[/cyan]"
-            numbers = cells(*self._latest[row]) if row in self._latest else ["-"] * len(HEADINGS)
+            numbers = cells(*self._latest[row], guarded) if row in self._latest else ["-"] * len(headings)
             table.add_row(escape(label), trend, *numbers)
         return table
 
@@ -190,8 +194,9 @@ def kept_so_far(progress: Progress, ended: Sequence[Outcome]) -> float | None:
     return kept_share(at[0], progress.validation, at[1]) if len(at) == 2 and None not in at else None  # type: ignore[arg-type]
 
 
-def cells(progress: Progress, kept: float | None = None) -> list[str]:
-    """The formatted numbers of a row, as in HEADINGS."""
+def cells(progress: Progress, kept: float | None = None, guarded: bool = False) -> list[str]:
+    """The formatted numbers of a row, as in HEADINGS; and those of the guard, as in HEALTH."""
+    measured = (progress.residual, progress.agreement) if guarded else ()
     seconds = progress.seconds or 1.0
     has_limit = progress.steps or progress.seconds_limit
     return [
@@ -204,6 +209,7 @@ def cells(progress: Progress, kept: float | None = None) -> list[str]:
         human_bytes(progress.sent_bytes),
         f"{progress.wire_bytes / seconds / 1e6:.2f}",
         "done" if progress.ended else f"{progress.seconds_left:.0f}s" if has_limit else "-",
+        *("-" if each is None else f"{each:.2f}" for each in measured),
     ]
 
 
@@ -214,9 +220,11 @@ def plain_line(label: str, progress: Progress, kept: float | None = None) -> str
     >>> plain_line("ddp()", now)
     'ddp() step=1/3 loss=5.500 validation=- kept=- tokens/s=900 talking=0% sent=8 B MB/s=0.00 left=4s'
     """
-    longer = {"talk": "talking", "valid": "validation", "tok/s": "tokens/s"}
-    names = (longer.get(heading, heading) for heading in HEADINGS)
-    return " ".join([label, *(f"{name}={cell}" for name, cell in zip(names, cells(progress, kept), strict=True))])
+    longer = {"talk": "talking", "valid": "validation", "tok/s": "tokens/s", "behind": "residual", "agree": "agreement"}
+    guarded = progress.residual is not None
+    names = (longer.get(heading, heading) for heading in HEADINGS + HEALTH * guarded)
+    numbers = cells(progress, kept, guarded)
+    return " ".join([label, *(f"{name}={cell}" for name, cell in zip(names, numbers, strict=True))])
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

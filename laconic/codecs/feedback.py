@@ -126,7 +126,7 @@ def residuals_by_name(state: State) -> dict[str, Tensor]:
     """Return all residuals in the state of a codec by the name of their tensor; of several of one name, their sum."""
     found: dict[str, Tensor] = {}
     for residual in _residuals(state):
-        for name, t in residual.items():
+        for name, t in residual.copy().items():
             found[name] = found[name] + t if name in found else t
     return found
 
@@ -145,8 +145,11 @@ def rescale_residuals(state: State, factor: float | Tensor) -> None:
 
 
 def _residuals(tree: State) -> Iterator[dict[str, Tensor]]:
-    """Find the residuals of every `ErrorFeedback` in a tree of codec state; keys with an underscore are caches."""
-    for key, value in tree.items():
+    """Find the residuals of every `ErrorFeedback` in a tree of codec state; keys with an underscore are caches.
+
+    A fragment in flight may add a key meanwhile, in the queue's thread: dicts are copied before they are iterated.
+    """
+    for key, value in tree.copy().items():
         if key == "residual" and isinstance(value, dict):
             yield value
         elif isinstance(value, dict) and not key.startswith("_"):

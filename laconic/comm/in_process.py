@@ -205,7 +205,7 @@ class InProcessQueue(CollectiveQueue):
         self._submitted += started
         return started
 
-    def flush(self, void: bool = False) -> None:
+    def flush(self, void: bool = False, waits: bool = True) -> None:
         """Run all that was submitted, and wait for it."""
         running, self._submitted = self._submitted, []
         if not running:

@@ -114,13 +114,13 @@ class CollectiveQueue:
                 self._items.put(running)
         return started
 
-    def flush(self, void: bool = False) -> None:
-        """Run all submitted exchanges to their end, without waiting for it.
+    def flush(self, void: bool = False, waits: bool = True) -> None:
+        """Run all submitted exchanges to their end, without waiting for it; `waits` tells whether the caller will.
 
         If `void`, none keeps its state: of a backward that failed, whose other exchanges will never be submitted.
         """
         if not self._inline:
-            self._items.put(Flush(void))
+            self._items.put(Flush(void, time.perf_counter() if waits else None))
             return
         with torch.no_grad(), self._own_stream.of(self._active):
             self._finish(void)
@@ -200,6 +200,8 @@ class CollectiveQueue:
     def _serve_item(self, item: Running | Flush) -> None:
         if isinstance(item, Flush):
             self._finish(item.void)
+            if item.since_s is not None:
+                self.ledger.add_wait(item.since_s)
         elif self.broken is not None:
             item.batch.fail(self.broken)
         else:

@@ -13,9 +13,13 @@ from laconic.comm.timeout import CollectiveTimeout
 
 @dataclass(frozen=True)
 class Flush:
-    """Queued after the last exchange of a batch: run all of them to their end; if `void`, none keeps its state."""
+    """Queued after the last exchange of a batch: run all of them to their end; if `void`, none keeps its state.
+
+    `since_s` is when the caller began to wait for it; None if it goes on meanwhile.
+    """
 
     void: bool
+    since_s: float | None
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Progress:
     `steps` and `seconds_limit` are the limits of the run, 0 for none. `seconds` includes `link_s`, the computed time of
     the link; `communication_s` is the part of it during which a collective was in flight. `level_bytes` are the
     `wire_bytes` of each level. `ended` is the limit that ended the run. `validation` is the validation loss of all
-    workers, at the steps that have one.
+    workers, at the steps that have one. `residual` and `agreement` are what a guard measured last (`laconic.Health`).
 
     >>> now = Progress(worker=0, step=50, steps=200, loss=2.5, tokens_per_s=1e4, sent_bytes=8, seconds=10.0)
     >>> now.seconds_left
@@ -55,6 +55,8 @@ class Progress:
     seconds_limit: float = 0.0
     ended: Ending = ""
     validation: float | None = None
+    residual: float | None = None
+    agreement: float | None = None
 
     @property
     def seconds_left(self) -> float:

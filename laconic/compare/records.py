@@ -72,6 +72,10 @@ class Outcome:
     without_link: bool = False
     changed_to: str | None = None
     """The plan at the end, if the run has changed it."""
+    residual: float | None = None
+    """What a guard measured last: how many mean gradients, or deltas, lag behind."""
+    agreement: float | None = None
+    """What a guard measured last: how much the workers' gradients, or deltas, have in common."""
 
     @property
     def label(self) -> str:
@@ -99,6 +103,8 @@ def read_outcome(run: Run, folder: Path, only_worker: int | None = None) -> Outc
         plan=str(laconic.plan(run.plan)),
         parameters=int(about["parameters"]),
         changed_to=about.get("changed_to"),
+        residual=first.residual,
+        agreement=first.agreement,
         workers=run.workers,
         steps=first.step,
         seconds=first.seconds,

@@ -169,6 +169,8 @@ class CompareReporter(StepObserver):
             seconds_limit=self._goal.seconds or 0.0,
             ended=ended,
             validation=validation,
+            residual=None if session.health is None else session.health.residual,
+            agreement=None if session.health is None else session.health.agreement,
         )
 
 

@@ -129,7 +129,7 @@ class ShardedPath:
             return
         if self._pending and self._pending[-1].backward != backward_id():  # one that failed: its gradients are lost
             self._pending.clear()
-            self._queue.flush(void=True)
+            self._queue.flush(void=True, waits=False)
         pieces = unit.cut(flat, [self._model_state.params[name].shape for name in names if name])
         if pieces is None:
             self._average_whole(unit, names, flat)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from laconic.cost import sent_bytes
@@ -113,6 +113,7 @@ class GuardObserver(StepObserver):
         if not health.finite:
             return
         session.health = health
+        session.ledger.note("health", health.step, asdict(health))
         self._recent.append(health)
         lags = [each.residual for each in self._recent]
         if len(lags) == _IN_A_ROW and min(lags) > self._guard.limit:

@@ -39,11 +39,14 @@ class Health:
     same, 1 / workers if they have nothing in common."""
     norm: float
     """The norm of the mean gradient, or delta; of scaled gradients on a DDP or sharded model under a GradScaler."""
+    drift: float
+    """The distance of the workers' gradients, or deltas, from their mean: root mean square. Of deltas it is how far
+    the workers' weights are from their mean."""
 
     @property
     def finite(self) -> bool:
         """Whether all numbers are finite; a step with NaN tells nothing."""
-        return all(map(math.isfinite, (self.residual, self.error, self.agreement, self.norm)))
+        return all(map(math.isfinite, (self.residual, self.error, self.agreement, self.norm, self.drift)))
 
 
 class Sketcher:
@@ -124,7 +127,8 @@ def health_of(rows: Sequence[Sequence[int]], step: int) -> Health:
     wanted = _norm([a + b for a, b in zip(mean, _mean(before), strict=True)])
     own = math.fsum(_norm(each) ** 2 for each in gradient) / len(rows)
     agreement = norm * norm / own if own else 1.0
-    return Health(step, lag / norm if norm else 0.0, lag / wanted if wanted else 0.0, agreement, norm)
+    drift = math.sqrt(max(0.0, own - norm * norm))
+    return Health(step, lag / norm if norm else 0.0, lag / wanted if wanted else 0.0, agreement, norm, drift)
 
 
 def _mean(sketches: Sequence[Sequence[float]]) -> list[float]:

@@ -2,9 +2,8 @@
 
     session = laconic.attach(laconic.power_sgd(rank=4), model, optimizer)
 
-The training loop does not change. On a DDP model, gradients are averaged in DDP's communication hook, while backward
-goes on; on a model that FSDP2 shards, in its hooks; on a bare module, at the optimizer's step. Weights are synchronised
-right after the optimizer's step. In other steps nothing is sent at all, DDP's own broadcasts included.
+The training loop does not change. DDP and FSDP2 models average gradients in backward, bare modules at the optimizer's
+step. Weights are synchronised right after it. In other steps nothing is sent, DDP's own broadcasts included.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from laconic.session.closures import Arguments, run_when_ready
 from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager
 from laconic.session.health import Health
+from laconic.session.metrics import Reported, samples
 from laconic.session.observers import StepObserver, Validation
 from laconic.session.other_optimizers import OtherOptimizers
 from laconic.session.steps import Steps
@@ -44,7 +44,8 @@ class Session:
         """The last measurement of the guard; None without one. See `attach(guard=...)`."""
         self._steps, self._averager = steps, averager
         self._removals: list[Callable[[], None]] = []
-        self._observers: list[StepObserver] = []
+        self._reported = Reported()
+        self._observers: list[StepObserver] = [self._reported]
 
     @property
     def plan(self) -> Plan:
@@ -144,26 +145,23 @@ class Session:
     def average_gradients(self, optimizer: Optimizer | None = None) -> None:
         """On a bare module: average the gradients now instead of at the optimizer's step.
 
-        For code that needs the averaged gradients before the step, such as clipping by norm. With a GradScaler, call
-        `scaler.unscale_(optimizer)` first. Of several optimizers, those that have yet to step in this step are meant,
-        or the one that is given.
+        For code that needs them before the step, such as clipping by norm. With a GradScaler, `scaler.unscale_` comes
+        first. Of several optimizers, those that have yet to step in this step are meant, or the one that is given.
         """
         self._steps.average_gradients(optimizer)
 
     def average_weights(self) -> None:
         """Average the weights of all workers now, exactly, where local steps have made them different.
 
-        For code that needs one model between two synchronisations, such as saving or evaluating it. Every worker calls
-        it after the same step. Fragments in flight take effect first.
+        To save or evaluate one model. Every worker calls it after the same step. Fragments in flight take effect first.
         """
         self._steps.average_weights()
 
     def skip(self) -> None:
         """Count a step without calling the optimizer, for loops that skip an update on this worker only.
 
-        The other workers may be about to synchronise, and this one must take part. Steps that a GradScaler skips are
-        counted without this call. Of several optimizers, it stands for all that have yet to step in this step; the
-        other workers then step these in the order in which `attach` was given them.
+        The others may be about to synchronise, and this one must take part. Steps that a GradScaler skips are counted
+        without it. It stands for all optimizers that have yet to step; others step these in the order of `attach`.
         """
         for each in self._steps.waiting:
             self._before(each, step_follows=False)
@@ -173,17 +171,20 @@ class Session:
     def report(self, *, loss: float | Tensor, tokens: int = 0, validation: Validation | None = None) -> bool:
         """Pass the loss of a step to the observers, such as that of `laconic compare`; return whether to stop.
 
-        Call it after each step, or each few, on every worker. `tokens` are how many the step used on this worker.
-        `validation` is a validation loss, or a function without arguments that computes it: `laconic compare` calls it
-        now and then, on the mean of all workers' weights. Without observers this does nothing and returns False.
+        Call it after each step, or each few, on every worker. `tokens` are how many this worker used. `validation` is a
+        validation loss, or a function that computes it: `laconic compare` calls it, on the mean of all weights.
         """
         return sum(observer.report(self, loss, tokens, validation) for observer in self._observers) > 0  # each gets it
+
+    def metrics(self) -> dict[str, float]:
+        """Return this worker's metrics (docs/metrics.md). Sends nothing; may wait for a GPU, so not at every step."""
+        return {each.key: each.value for each in samples(self)}
 
     def stop_on(self, *signals: signal.Signals, every_s: float = 0.5) -> None:
         """Stop on these signals, by default SIGTERM. Every worker calls it, before the first step.
 
-        When one worker gets a signal, `should_stop` becomes True on all after the same step: save, and leave the loop.
-        DDP and sharded models that average gradients exchange 50 bytes every `every_s`. `alone()` stops one worker.
+        When one worker gets one, `should_stop` becomes True on all after the same step (under `alone()` on this one):
+        save, and leave the loop. DDP and sharded models then exchange a header of 50 bytes every `every_s` seconds.
         """
         self._steps.stop_on(signals or (signal.SIGTERM,), every_s)
 
@@ -200,9 +201,8 @@ class Session:
     def change(self, plan: Plan) -> None:
         """Go on with another plan from the next step. Every worker calls it after the same step.
 
-        Weights that local steps have made different are averaged first, and so are the optimizers' moments if the new
-        plan averages gradients. Residuals of gradients are sent with the next 32, in the new codec; those of
-        deltas are averaged now. A plan that averages no gradients at the next step drops residuals of gradients.
+        Weights that differ after local steps are averaged first; so are moments, if the new plan averages gradients.
+        It sends residuals of gradients with the next 32, or drops them if it averages none. Those of deltas: applied.
         """
         self._steps.change(plan)
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from laconic.checks.agreement import agree
 from laconic.checks.divergence import DivergenceCheck
@@ -32,6 +31,7 @@ from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager, GradientPath
 from laconic.session.held import HeldParameters
 from laconic.session.stop import StepHeaders
+from laconic.session.unwrap import optimizer_inside
 from laconic.session.weights import WeightSync
 
 
@@ -103,9 +103,9 @@ class Steps:
         """The optimizers that have yet to step in this step."""
         return [each for each in self.scaled if each not in self._stepped]
 
-    def average_gradients(self, optimizer: Optimizer | None) -> None:
+    def average_gradients(self, optimizer: object) -> None:
         """Average the gradients of a bare module now: those of one optimizer, or of all that have yet to step."""
-        found = [each for each in self.scaled if optimizer is None or each.optimizer is optimizer]
+        found = [each for each in self.scaled if optimizer is None or each.optimizer is optimizer_inside(optimizer)]
         if not found:
             raise ValueError(
                 f"average_gradients({type(optimizer).__name__}): attach was not given this optimizer. Give it one that "

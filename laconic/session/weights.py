@@ -8,6 +8,7 @@ fragment with a delay is averaged while training goes on, and takes effect when 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -169,7 +170,10 @@ class WeightSync:
         while self._in_flight and self._in_flight[0].due <= step:
             assert isinstance(plan.schedule, Streaming)
             self.model_state.refresh()
-            for mean in self._in_flight[0].wait():
+            since_s = time.perf_counter()
+            means = self._in_flight[0].wait()
+            self.levels.world.ledger.add_wait(since_s)
+            for mean in means:
                 self.anchor.move(plan.outer, mean, plan.schedule.mix)
             del self._in_flight[0]
 
@@ -271,7 +275,7 @@ class WeightSync:
             snapshots = [self.anchor.deltas(bucket, self._excluded) for bucket in self._buckets(names)]
         nothing = torch.empty(0)
         fragment.futures = [queue.submit(exchange(each), Payload.WEIGHTS, nothing) for each in snapshots]
-        queue.flush()
+        queue.flush(waits=False)
         self._in_flight.append(fragment)
 
     def state_dict(self) -> dict[str, Any]:

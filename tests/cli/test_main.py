@@ -48,6 +48,8 @@ def test_mistakes(here, command, arguments, words):
         (["--link", "1mbit", "--hosts", "0"], "--hosts 0: there must be at least 1."),
         (["--link", "0mbit"], "--link '0mbit'"),
         (["--link", "0 @ 1mbit"], "--link '0 @ 1mbit'"),
+        (["--guard", "on"], "--guard on: it must be one of off, warn, act."),
+        (["--guard", "warn", "--script", "x.py"], "--guard warn --script x.py: a script chooses its own."),
         (["--seconds", "nan"], "--seconds nan: it must be a number above 0."),
         (["--until-loss", "-inf"], "--until-loss -inf: it must be a number above 0."),
     ],

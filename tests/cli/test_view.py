@@ -83,6 +83,24 @@ def test_a_run_of_unknown_length():
     assert plain_line("x", replace(NOW, ended="loss")).endswith("left=done")
 
 
+def test_what_a_guard_measures_is_shown_where_there_is_one(monkeypatch):
+    assert plain_line("x", replace(NOW, residual=0.417, agreement=0.805)).endswith("residual=0.42 agreement=0.81")
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", "90")
+    monkeypatch.setenv("TERM", "xterm")
+    view = LiveView(LABELS)
+    with view.running():
+        view.progress(Row(0, 0), NOW)
+    assert "behind" not in screen.getvalue()
+    with view.running():
+        view.progress(Row(1, 0), replace(NOW, residual=0.417, agreement=0.806))
+    lines = Text.from_ansi(screen.getvalue()).plain.splitlines()
+    assert [line.split()[-2:] for line in lines if "behind" in line][-1] == ["behind", "agree"]
+    assert [line.split()[-2:] for line in lines if "power_sgd" in line][-1] == ["0.42", "0.81"]
+    assert [line.split()[-2:] for line in lines if "ddp()" in line][-1] == ["-", "-"]
+
+
 def test_a_sparkline_skips_nonfinite_values():
     assert sparkline([], width=8) == ""
     assert sparkline([float("nan"), float("inf")], width=8) == ""

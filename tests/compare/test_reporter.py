@@ -105,11 +105,11 @@ def test_a_ledger_may_be_used_after_its_times_are_closed(tmp_path):
     assert (tmp_path / "seconds").stat().st_size == 8
 
 
-def train(steps: int) -> int:
+def train(steps: int, guard: laconic.Guard | None = None) -> int:
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.attach(laconic.plan_from_env(), model, optimizer) as session:
+    with laconic.attach(laconic.plan_from_env(), model, optimizer, guard=guard or "off") as session:
         for step in range(1, steps + 1):
             loss = F.mse_loss(model(torch.ones(4, 8)), torch.zeros(4, 8))
             loss.backward()
@@ -173,6 +173,20 @@ def test_each_worker_reports_its_steps_and_stops_at_the_goal(tmp_path: Path):
         assert reports[-1].link_s > 0
         doubles = seconds_file(tmp_path, worker).stat().st_size / 8  # one for each collective
         assert doubles == 3 + 3 + 3 * 2  # rounds; at attach; a header before and a digest after each round
+
+
+def guarded_training(worker: int, folder: str) -> int:
+    os.environ.update({FOLDER: folder, VARIABLE: REPORTER, "LACONIC_PLAN": "power_sgd(rank=1, bits=None)"})
+    return train(50, laconic.Guard("warn", every=2))
+
+
+def test_what_a_guard_measures_is_in_the_progress(tmp_path: Path):
+    write_goal(tmp_path, Goal(steps=4), computed=None)
+    run_workers(guarded_training, workers=2, args=(str(tmp_path),))
+    first, other = (Tail(progress_file(tmp_path, worker)).read() for worker in (0, 1))
+    assert [each.residual is None for each in first] == [True, False, False, False]
+    assert [(each.residual, each.agreement) for each in first] == [(each.residual, each.agreement) for each in other]
+    assert first[-1].agreement == pytest.approx(1.0)  # all workers have the same data
 
 
 def sharded_training(worker: int, folder: str) -> tuple[int, int]:

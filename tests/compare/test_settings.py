@@ -31,6 +31,11 @@ def test_bucket_size_seed_and_model():
         Settings(plan="ddp()", model="bert")
 
 
+def test_the_guard_is_one_of_three():
+    with pytest.raises(LabError, match=r"--guard on: it must be one of off, warn, act. Use --guard warn."):
+        Settings(plan="ddp()", guard="on")  # type: ignore[arg-type]
+
+
 def test_heads_must_divide_the_width_evenly():
     with pytest.raises(LabError, match=r"--width 12 --heads 5: .* Heads that fit 12: 1, 2, 3, 6\."):
         Settings(plan="ddp()", width=12, heads=5)
@@ -79,7 +84,7 @@ def test_a_script_is_checked_too(tmp_path):
 
 
 def test_the_lab_script_gets_all_settings_as_arguments(tmp_path):
-    settings = Settings("ddp()", 2, 7, "gpt", 1, 16, 2, 8, 3, 1 / 3, 5, tmp_path / "a b", 0.1)
+    settings = Settings("ddp()", 2, 7, "gpt", 1, 16, 2, 8, 3, 1 / 3, 5, tmp_path / "a b", 0.1, "warn")
     parsed, losses = parse(settings.arguments(tmp_path))
     assert replace(parsed, workers=2) == settings
     assert losses is not None

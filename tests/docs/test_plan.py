@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 import typer
 
 import laconic
@@ -41,3 +42,19 @@ def test_keys_of_the_table_exist():
     cells = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| ") and "---" not in line]
     keys = {key for cell in cells for key in re.findall(r"`([a-z_]+)`", cell)}
     assert len(keys) > 10 and keys <= set(row)
+
+
+@pytest.mark.slow
+def test_the_readmes_table_of_links():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    rows = re.findall(r"^\| ([\d.]+) ([GM]bit)/s \| `([^`]+)`[^|]*\| ?([^|]*)\|$", readme, re.M)
+    assert len(rows) == 5
+    for rate, unit, plan, claim in rows:
+        plans = [laconic.plan(text) for text in ("ddp()", "quantized_ddp(bits=4)", "power_sgd()")]
+        network = Formula(link(f"{rate}{unit.lower()}", 8))
+        forecast = Forecast(plans, Scenario(from_count(350_000_000), 8, network, 0.25))
+        best = forecast.ranked[0]
+        assert best.plan == laconic.plan(plan)
+        if claim:
+            sooner = (best.sooner_than(forecast.ddp), best.sooner_than(forecast.alone))
+            assert re.findall(r"[\d.]+(?= times)", claim) == [f"{value:.1f}" for value in sooner]

@@ -70,6 +70,7 @@ def _wrapped(worker: int, wrap: bool, text: str) -> tuple[Tensor, int]:
     for step in range(4):
         x, y = batch(worker, step)
         F.cross_entropy(model(x), y).backward()
+        session.average_gradients(optimizer)
         optimizer.step()
         optimizer.zero_grad()
     assert session.step == 4

@@ -1,0 +1,270 @@
+"""Lightning's Trainer: a callback that attaches a plan when training starts, and saves every worker's state.
+
+    trainer = Trainer(strategy="ddp", callbacks=[Laconic("power_sgd(rank=32)")])
+    trainer.fit(model, ckpt_path="last")
+
+Under Fabric no callback is needed: `laconic.attach(plan, model, optimizer)` takes what `fabric.setup` returns.
+
+**What is saved, and where.** Lightning writes one file, on worker 0, with worker 0's state. But residuals of error
+feedback differ between workers, and under local plans so do weights and optimizer state. So the callback gathers at
+worker 0 what differs from worker 0's own, and puts it into Lightning's own file. A file of each worker beside it would
+send nothing, but it could be there without the others: `ModelCheckpoint` would not delete, link, rename or upload it,
+and on machines without a shared disk a restart could give a worker the file of another. One file is whole or not there
+at all, works with `save_top_k`, `save_last` and remote file systems, and is the one that Lightning reads on every
+worker. The price is what a save sends: for error feedback the gradients' size from each worker; under local plans also
+weights and moments (`session.ledger.totals(by="phase")["checkpoint"]`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import laconic
+from laconic import Guard, Ledger, Plan, Session, StepObserver
+from laconic.checkpoint import resize as resize_states
+from laconic.checkpoint.gathering import gather_states
+from laconic.checks.finite import NonFinite
+from laconic.session.anchor import Anchors
+from laconic.session.guard import Mode
+from laconic.session.weights import Commit
+
+logger = logging.getLogger("laconic.lightning")
+
+KEY = "laconic"
+"""Where the state is in a checkpoint of Lightning."""
+
+
+class Laconic(Callback):  # type: ignore[misc]
+    """Synchronises the workers of a Trainer as a plan says, and makes its checkpoints hold every worker's state.
+
+    It attaches when training starts, with all of the Trainer's optimizers and its GradScaler, and detaches when `fit`
+    ends, also after an error. `session` is the session, for its ledger, and None before. It works with automatic and
+    manual optimization, accumulated batches, gradient clipping, and mixed precision.
+
+    Args:
+        plan: A plan, or its text, such as "power_sgd(rank=32)".
+        ledger: As in `laconic.attach`, and so are the next seven.
+        commit: How synchronised weights take effect.
+        anchors: Where the weights are kept that deltas start from.
+        timeout_s: How long to wait for the other workers in one collective.
+        nonfinite: What NaN or Inf on one worker leads to.
+        verify_every: After how many synchronisations weights are compared.
+        clip_norm: Like `Trainer(gradient_clip_val=...)`, and also under manual optimization and for fused optimizers.
+        guard: Whether to measure what the plan delivers.
+        resize: Resume from a checkpoint of another number of workers: their residuals are divided among those that are
+            there, and keep their "sum" or their "mean", as in `laconic.checkpoint.resize`. None refuses.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | str,
+        *,
+        ledger: Ledger | None = None,
+        commit: Commit = "streaming",
+        anchors: Anchors = "device",
+        timeout_s: float | None = None,
+        nonfinite: NonFinite | None = None,
+        verify_every: int | None = None,
+        clip_norm: float | None = None,
+        guard: Guard | Mode = "off",
+        resize: Literal["sum", "mean"] | None = None,
+    ) -> None:
+        if resize not in ("sum", "mean", None):
+            raise ValueError(f'Laconic(resize={resize!r}): resize must be "sum", "mean" or None.')
+        self.plan = laconic.plan(plan) if isinstance(plan, str) else plan
+        self.session: Session | None = None
+        self._ledger, self._commit, self._anchors, self._timeout_s = ledger, commit, anchors, timeout_s
+        self._nonfinite, self._verify_every, self._clip_norm, self._guard = nonfinite, verify_every, clip_norm, guard
+        self._resize = resize
+        self._restored: Mapping[str, Any] | None = None
+        """What this worker loads when training starts."""
+        self._last: dict[str, Any] | None = None
+        """The state of the session when it was detached, for a checkpoint that is saved after `fit`."""
+        self._silence = _Silence()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse strategies that average by other means."""
+        if stage == "fit":
+            self._last = self._restored = None
+            check_strategy(trainer.strategy)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach the plan: the model, its optimizers and their state are there by now."""
+        scaler = _scaler_of(trainer)
+        if scaler is not None and trainer.gradient_clip_val:
+            raise ValueError(
+                f"Trainer(precision='16-mixed', gradient_clip_val={trainer.gradient_clip_val}) with Laconic: gradients "
+                "are unscaled in the optimizer's step, after Lightning would clip them. Leave out gradient_clip_val, "
+                f"and give Laconic(..., clip_norm={trainer.gradient_clip_val}). Or use precision='bf16-mixed'."
+            )
+        saved, self._restored = self._restored, None
+        text = repr(self.plan) if saved is None else saved["session"]["plan"]
+        self.session = laconic.attach(
+            self.plan if text == repr(self.plan) else laconic.plan(text),
+            trainer.strategy.model,
+            trainer.strategy.optimizers,
+            ledger=self._ledger,
+            commit=self._commit,
+            anchors=self._anchors,
+            timeout_s=self._timeout_s,
+            nonfinite=self._nonfinite,
+            verify_every=self._verify_every,
+            scaler=scaler,
+            clip_norm=self._clip_norm,
+            guard=self._guard,
+        )
+        if saved is not None:
+            _load(saved, trainer, pl_module, self.session)
+            if saved["given"] != repr(self.plan):  # not one that a guard or auto() has chosen: the user's own wish
+                self.session.change(self.plan)
+        model = trainer.strategy.model
+        self._silence = _Silence()
+        if isinstance(model, DistributedDataParallel) and not pl_module.automatic_optimization:
+            self._silence = _Silence(model)
+            self.session.observe(self._silence)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keep DDP silent in local steps of manual optimization."""
+        self._silence.keep()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Average the gradients of a bare module: Lightning clips them next. DDP has done so in backward."""
+        if self.session is not None and _scaler_of(trainer) is None:  # scaled ones are averaged when they are unscaled
+            self.session.average_gradients(optimizer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Detach. A checkpoint that is saved because of an error has no workers' state: others may not be there."""
+        self._detach()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Detach when `fit` ends."""
+        if self.session is not None and self.session.attached:
+            self._last = self.session.state_dict()
+        self._detach()
+
+    def _detach(self) -> None:
+        self._silence = _Silence()
+        if self.session is not None and self.session.attached:
+            self.session.detach()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Put the states of all workers into the checkpoint of worker 0. Lightning calls it on every worker."""
+        if self.session is None or not (self.session.attached or self._last):
+            return
+        own = self.session.state_dict() if self.session.attached else self._last
+        scaler = _scaler_of(trainer)
+        state = {
+            "session": own,
+            "model": _tensors_of(pl_module),
+            "optimizers": [each.state_dict() for each in trainer.strategy.optimizers],
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+        states = gather_states(state, self.session.ledger)
+        if states is not None:
+            checkpoint[KEY] = {"plan": repr(self.plan), "workers": [_differing(each, states[0]) for each in states]}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take this worker's state out of the checkpoint."""
+        saved = checkpoint.get(KEY)
+        if trainer.state.fn != "fit":
+            return
+        if saved is None:
+            logger.warning(
+                "%s has no state of laconic: it was saved without this callback, or because of an error. All workers "
+                "go on from worker 0's weights, and residuals start at zero.",
+                trainer.ckpt_path,
+            )
+            return
+        workers, rank = saved["workers"], trainer.global_rank
+        own = dict(workers[rank]) if rank < len(workers) else {}
+        if len(workers) != trainer.world_size:
+            if self._resize is None:
+                raise ValueError(
+                    f"fit(ckpt_path={str(trainer.ckpt_path)!r}): {len(workers)} workers saved this checkpoint, and "
+                    f"there are {trainer.world_size}; each has its own state. Start {len(workers)} workers, or divide "
+                    'what they have not sent yet among those that are there: Laconic(..., resize="sum").'
+                )
+            sessions = [each["session"] for each in workers]
+            own["session"] = resize_states(sessions, trainer.world_size, conserve=self._resize)[rank]
+        self._restored = {**own, "given": saved["plan"]}
+
+
+def check_strategy(strategy: object) -> None:
+    """Refuse strategies under which workers do not hold whole copies of the model, or that average themselves."""
+    name = type(strategy).__name__
+    for refused in type(strategy).__mro__:
+        if refused.__name__ in ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy"):
+            raise ValueError(
+                f"Laconic under {name}: each worker must hold a whole copy of the model, and {name} shards it, or "
+                'averages it by its own means. Use Trainer(strategy="ddp"). For a model that fully_shard shards, '
+                "write the loop with Fabric or torch, and call laconic.attach(plan, model, optimizer)."
+            )
+    if isinstance(strategy, DDPStrategy) and (strategy._ddp_comm_hook or strategy._ddp_comm_state):
+        hook = getattr(strategy._ddp_comm_hook, "__name__", strategy._ddp_comm_hook)
+        raise ValueError(
+            f"Laconic under {name}(ddp_comm_hook={hook}): DDP takes one communication hook, and it is the plan that "
+            "defines what is sent. Leave out ddp_comm_hook, ddp_comm_state and model_averaging_period; instead of "
+            'powerSGD_hook, give Laconic("power_sgd(rank=4)"), and instead of post_localSGD_hook "post_local_sgd()".'
+        )
+
+
+class _Silence(StepObserver):
+    """Keeps a DDP model silent where the plan sends nothing, under manual optimization.
+
+    Lightning sets `require_backward_grad_sync` to True after each `training_step`. The session has set it for the next
+    step by then, at the end of the optimizer's step.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel | None = None) -> None:
+        self._ddp = ddp
+        self._sync = True
+
+    def attached(self, session: Session) -> None:
+        self.after_step(session)
+
+    def after_step(self, session: Session) -> None:
+        assert self._ddp is not None
+        self._sync = self._ddp.require_backward_grad_sync
+
+    def keep(self) -> None:
+        """Set again what the session has set."""
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = self._sync
+
+
+def _tensors_of(model: LightningModule) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _scaler_of(trainer: Trainer) -> torch.amp.GradScaler | None:
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _differing(state: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    """Return a worker's state without what Lightning saves: worker 0's weights, optimizers and loss scale."""
+    if state is first:
+        return {"session": state["session"]}
+    model = {name: t for name, t in state["model"].items() if t is not first["model"].get(name)}
+    return {**state, "model": model}
+
+
+def _load(saved: Mapping[str, Any], trainer: Trainer, model: LightningModule, session: Session) -> None:
+    """Load a worker's state. What it does not hold is worker 0's, which Lightning has loaded."""
+    own = _tensors_of(model)
+    with torch.no_grad():
+        for name, t in saved.get("model", {}).items():
+            own[name].copy_(t)
+    for optimizer, state in zip(trainer.strategy.optimizers, saved.get("optimizers", ()), strict=False):
+        optimizer.load_state_dict(state)
+    if saved.get("scaler") is not None and (scaler := _scaler_of(trainer)) is not None:
+        scaler.load_state_dict(saved["scaler"])
+    session.load_state_dict(saved["session"])

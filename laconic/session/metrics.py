@@ -1,0 +1,125 @@
+"""The metrics of a session: one table, from which every exporter takes its names.
+
+    session.metrics()["wire_bytes/world/gradient/all_reduce"]
+
+All numbers are this worker's own, and nothing is sent for them. `laconic.integrations` translates the table for
+TensorBoard, Weights & Biases, MLflow, Prometheus and OpenTelemetry; docs/metrics.md shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from laconic.codecs.feedback import residuals_by_name
+from laconic.session.observers import StepObserver, Validation
+
+if TYPE_CHECKING:
+    from laconic.session.session import Session
+
+Kind: TypeAlias = Literal["counter", "gauge"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What is measured. A counter never falls within a session; `unit` is UCUM's: By, s, or "" for a plain number."""
+
+    name: str
+    kind: Kind
+    help: str
+    unit: str = ""
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The value of a metric, for one value of each of its labels.
+
+    >>> Sample(METRICS["wire_bytes"], 10.0, ("world", "gradient", "all_reduce")).key
+    'wire_bytes/world/gradient/all_reduce'
+    """
+
+    metric: Metric
+    value: float
+    labels: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The name, and the values of the labels."""
+        return "/".join((self.metric.name, *self.labels))
+
+
+_LABELS = ("level", "phase", "op")
+_WHAT = "gradients or deltas"
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("step", "gauge", "Optimizer steps since attach."),
+        Metric("workers", "gauge", "Workers that synchronise."),
+        Metric("wire_bytes", "counter", "Bytes that this worker has sent.", "By", _LABELS),
+        Metric("payload_bytes", "counter", "Bytes that this worker has passed to collectives.", "By", _LABELS),
+        Metric("collectives", "counter", "Collectives of this worker.", "", _LABELS),
+        Metric("flight_seconds", "counter", "Seconds in flight; concurrent collectives count each.", "s", _LABELS),
+        Metric("wait_seconds", "counter", "Seconds for which training stood still until exchanges ended.", "s"),
+        Metric("residual_norm", "gauge", "Norm of the residuals that error feedback keeps here.", "", ("phase",)),
+        Metric("health_residual", "gauge", f"Norm of the mean residual, in mean {_WHAT}."),
+        Metric("health_error", "gauge", "Share of what was to be sent that was not."),
+        Metric(
+            "health_agreement",
+            "gauge",
+            f"1 if all workers' {_WHAT} are equal, 1 / workers if they have nothing in common.",
+        ),
+        Metric("health_norm", "gauge", f"Norm of the mean of the workers' {_WHAT}."),
+        Metric("health_drift", "gauge", f"Distance of the workers' {_WHAT} from their mean, root mean square."),
+        Metric("loss", "gauge", "Training loss that session.report was given last."),
+        Metric("validation_loss", "gauge", "Validation loss that session.report was given last."),
+    )
+}
+LOSSES = ("loss", "validation_loss")
+
+
+class Reported(StepObserver):
+    """Keeps the last losses of `session.report`. A loss on a GPU stays there until it is read."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float | Tensor] = {}
+
+    def report(self, session: Session, loss: float | Tensor, tokens: int, validation: Validation | None) -> bool:
+        """Keep the losses. A function that computes one is not called: it may need all workers."""
+        for name, value in zip(LOSSES, (loss, validation), strict=True):
+            if isinstance(value, Tensor):
+                self._last[name] = value.detach()
+            elif value is not None and not callable(value):
+                self._last[name] = value
+        return False
+
+    def samples(self) -> list[Sample]:
+        """Return a sample of each."""
+        return [Sample(METRICS[name], float(value)) for name, value in self._last.items()]
+
+
+def samples(session: Session, losses: bool = True) -> Iterator[Sample]:
+    """Yield the session's metrics, with or without losses. Waits for a GPU if there are residuals or losses on it."""
+    yield Sample(METRICS["step"], session.step)
+    yield Sample(METRICS["workers"], session.workers)
+    for (op, level, phase), total in session.ledger.all_totals().items():
+        labels = (level, str(phase), op)
+        yield Sample(METRICS["wire_bytes"], total.wire_bytes, labels)
+        yield Sample(METRICS["payload_bytes"], total.payload_bytes, labels)
+        yield Sample(METRICS["collectives"], total.collectives, labels)
+        yield Sample(METRICS["flight_seconds"], total.seconds, labels)
+    yield Sample(METRICS["wait_seconds"], session.ledger.waited_s)
+    for phase in ("gradient", "weights"):
+        residuals = list(residuals_by_name(session._averager.model_state.state[phase]).values())
+        if residuals:
+            yield Sample(METRICS["residual_norm"], float(get_total_norm(residuals)), (phase,))
+    health = {} if session.health is None else asdict(session.health)
+    for name, value in health.items():
+        if name != "step":
+            yield Sample(METRICS[f"health_{name}"], value)
+    if losses:
+        yield from session._reported.samples()
