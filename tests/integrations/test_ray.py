@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,11 @@ def cluster():
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": str(ROOT),
     }
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray") as folder:
         for name, value in variables.items():
             patch.setenv(name, value)
         node = {"num_cpus": 1, "object_store_memory": 100 << 20, "node_ip_address": "127.0.0.1"}
-        made = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+        made = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False, "temp_dir": folder})
         try:
             made.add_node(**node)
             yield {**variables, "RAY_ADDRESS": made.address}
