@@ -6,24 +6,21 @@ import torch
 
 torch.set_num_threads(1)
 
-collect_ignore_glob = []
-if importlib.util.find_spec("triton") is None:  # only these files need it
-    collect_ignore_glob += ["laconic/kernels/cuda/*.py"]
-if importlib.util.find_spec("libcst") is None:
-    collect_ignore_glob += ["laconic/migrate.py"]
-packages = {"prometheus": "prometheus_client"}
-for name in (
-    "torchft",
-    "lightning",
-    "accelerate",
-    "transformers",
-    "ray",
-    "tensorboard",
-    "wandb",
-    "mlflow",
-    "prometheus",
-):
-    if importlib.util.find_spec(packages.get(name, name)) is None:  # integrations with packages that are not installed
-        collect_ignore_glob += [f"laconic/integrations/{name}.py"]
-if importlib.util.find_spec("opentelemetry") is None:
-    collect_ignore_glob += ["laconic/integrations/opentelemetry.py"]
+_NEED = {
+    "triton": ["laconic/kernels/cuda/*.py"],
+    "libcst": ["laconic/migrate.py"],
+    "torchft": ["laconic/integrations/torchft.py"],
+    "lightning": ["laconic/integrations/lightning.py", "tests/integrations/*lightning*", "tests/integrations/*fabric*"],
+    "accelerate": ["laconic/integrations/accelerate.py", "tests/integrations/test_accelerate*"],
+    "transformers": ["laconic/integrations/transformers.py", "tests/integrations/test_transformers*"],
+    "ray": ["tests/integrations/test_ray.py", "tests/integrations/ray_plans.py"],
+    "tensorboard": ["laconic/integrations/tensorboard.py", "tests/integrations/*loggers*"],
+    "wandb": ["laconic/integrations/wandb.py"],
+    "mlflow": ["laconic/integrations/mlflow.py"],
+    "prometheus_client": ["laconic/integrations/prometheus.py"],
+    "opentelemetry": ["laconic/integrations/opentelemetry.py"],
+}
+"""The files that need a package which may not be installed."""
+collect_ignore_glob = [
+    file for package, files in _NEED.items() if importlib.util.find_spec(package) is None for file in files
+]
