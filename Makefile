@@ -15,7 +15,7 @@ compare: $(STAMP)
 
 # What a contributor needs at every change.
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not root and not nightly and not frameworks"
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not slow and not root and not nightly and not frameworks"
 
 # The slow tests, and those that need root for network namespaces, too.
 test-all: $(STAMP)

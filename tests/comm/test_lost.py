@@ -114,8 +114,8 @@ def test_with_batch_norm_under_ddp_too(how, lost):
     "text",
     [
         "post_local_sgd(period=4)",
-        "diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())",
-        "diloco(period=4, codec=Cast('bf16'))",
+        pytest.param("diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())", marks=pytest.mark.slow),
+        pytest.param("diloco(period=4, codec=Cast('bf16'))", marks=pytest.mark.slow),
     ],
 )
 def test_an_atomic_round_leaves_the_weights_as_they_were_before_it(text, how, workers):

@@ -85,6 +85,7 @@ def test_a_run_ends_with_an_outcome_and_no_processes(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_at_start_is_named_with_its_error(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchlink")
     before = descendants(os.getpid())
@@ -176,6 +177,7 @@ def test_a_script_that_is_aborted_before_its_end_is_a_failure(script, tmp_path):
         launch(Script("ddp()", script, workers=2), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_worker_that_lost_its_peer_is_not_the_cause(script, tmp_path):
     """Worker 0 fails first, because worker 1, which has an error of its own, is slow to exit."""
     script.write_text(

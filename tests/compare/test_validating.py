@@ -107,6 +107,7 @@ def _validated(worker: int, folder: Path | None, text: str) -> Tensor:
     return _everything(model)
 
 
+@pytest.mark.slow
 def test_training_does_not_notice(tmp_path: Path) -> None:
     for index in range(len(WATCHED)):
         (tmp_path / str(index)).mkdir()

@@ -62,7 +62,8 @@ def _train(worker: int, wrapped: bool) -> tuple[str, str, list[float], list[str]
     return began, ended, [p.sum().item() for p in net.parameters()], said
 
 
-@pytest.mark.parametrize("wrapped", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.slow
 def test_all_workers_choose_the_same(wrapped):
     (began, ended, weights, said), (_, other_ended, other_weights, other_said) = run_workers(_train, 2, (wrapped,))
     assert began == "auto()" and ended != "auto()"

@@ -37,8 +37,8 @@ def _gradients(worker: int, kind: str, new: str, void: bool, steps: int) -> tupl
     return start - module.weight.detach(), own - left
 
 
-@pytest.mark.parametrize("kind", ["ddp", "bare"])
-@pytest.mark.parametrize("void", [False, True])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("bare", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("void", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("new", ["ddp()", "power_sgd(rank=1, bits=None)", f"Plan(codec={FEW.replace('1', '4')})"])
 def test_residuals_of_gradients_are_delivered_by_any_codec(kind, new, void):
     for steps in (5, 38):  # while they are delivered, and after it

@@ -43,7 +43,7 @@ def _train(worker: int, text: str, ddp: bool, closures: bool) -> tuple[Tensor, i
 
 
 @pytest.mark.parametrize("ddp", [False, True], ids=["bare", "ddp"])
-@pytest.mark.parametrize("text", PLANS)
+@pytest.mark.parametrize("text", [*PLANS[:2], *(pytest.param(text, marks=pytest.mark.slow) for text in PLANS[2:])])
 def test_a_closure_trains_as_the_loop_without_one(text: str, ddp: bool):
     with_closures, without = (run_workers(_train, 2, (text, ddp, closures)) for closures in (True, False))
     assert_equal_bits([result[0] for result in (*with_closures, *without)])

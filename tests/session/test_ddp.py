@@ -53,7 +53,15 @@ def _many(worker: int, jobs: list[tuple[str | None, dict[str, Any]]]) -> list[Te
     return [_train(worker, text, options) for text, options in jobs]
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"gradient_as_bucket_view": True}, marks=pytest.mark.slow),
+        pytest.param({"static_graph": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_replicas_stay_bit_equal_under_every_plan(options):
     results = run_workers(_many, 3, ([(text, options) for text in PLANS],))
     for index in range(len(PLANS)):
@@ -289,7 +297,9 @@ def _compiled(worker: int, text: str, outside: bool) -> Tensor:
     return weights(module)
 
 
-@pytest.mark.parametrize("outside", [True, False], ids=["compile(DDP)", "DDP(compile)"])
+@pytest.mark.parametrize(
+    "outside", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["compile(DDP)", "DDP(compile)"]
+)
 def test_compiled_models(outside):
     for text in ("power_sgd(rank=2, bits=None, rounds='alternating')", "post_local_sgd(period=3)"):
         assert_equal_bits(run_workers(_compiled, 2, (text, outside), timeout_s=120))

@@ -178,7 +178,9 @@ def test_a_sharded_replica_learns_what_a_whole_one_learns():
     assert not torch.equal(results[0][0], results[2][0]), "this is the first step of a round"
 
 
-@pytest.mark.parametrize(("text", "way"), [(PLANS[0], "1-D"), (PLANS[1], "2-D"), (PLANS[2], "1-D")])
+@pytest.mark.parametrize(
+    ("text", "way"), [(PLANS[0], "1-D"), (PLANS[1], "2-D"), pytest.param(PLANS[2], "1-D", marks=pytest.mark.slow)]
+)
 def test_plans_train_sharded_models(text, way):
     results = run_workers(_train, 4, (text, way))
     for losses, _, _ in results:

@@ -152,6 +152,7 @@ def _detach(worker: int) -> None:
     assert not torch.equal(*theirs), "on a 1-D mesh nobody averages between replicas"
 
 
+@pytest.mark.slow
 def test_detaching_gives_the_model_back_to_torch():
     run_workers(_detach, 4)
 

@@ -124,8 +124,8 @@ def _late(worker: int, kind: str, plan: str) -> float:
     ("kind", "plan"),
     [
         ("ddp", "ddp()"),
-        ("bare", "ddp()"),
-        ("bare", "diloco(period=2)"),
+        pytest.param("bare", "ddp()", marks=pytest.mark.slow),
+        pytest.param("bare", "diloco(period=2)", marks=pytest.mark.slow),
         ("bare", "streaming_diloco(period=2, fragments=1, delay=1)"),
     ],
 )

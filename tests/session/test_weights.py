@@ -169,7 +169,7 @@ def _cloned(nest: Any) -> Any:
     return nest.clone() if isinstance(nest, Tensor) else nest
 
 
-@pytest.mark.parametrize("stop", [4, 9])
+@pytest.mark.parametrize("stop", [pytest.param(4, marks=pytest.mark.slow), 9])
 @pytest.mark.parametrize(
     "text",
     [
@@ -177,8 +177,8 @@ def _cloned(nest: Any) -> Any:
         "streaming_diloco(period=6, fragments=3, delay=2, lr=0.7, momentum=0.9, codec=Exact())",
         "streaming_diloco(period=6, fragments=3, delay=2)",  # residuals change while a fragment is in flight
         "hierarchical_sgd({2: 2, 4: 4}, start=3)",
-        "qsr(growth=0.02, floor=2)",
-        "Plan(schedule=Every(3), outer=Optim('AdamW', {'lr': 0.01}))",
+        pytest.param("qsr(growth=0.02, floor=2)", marks=pytest.mark.slow),
+        pytest.param("Plan(schedule=Every(3), outer=Optim('AdamW', {'lr': 0.01}))", marks=pytest.mark.slow),
     ],
 )
 def test_resume_is_bit_exact(text, stop):
