@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -116,3 +117,36 @@ def move_to(host: str) -> None:
     _call("setns", namespace, CLONE_NEWNET)
     os.close(namespace)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+
+
+def run_on_hosts(count: int, code: str, *arguments: str, timeout_s: float = 120) -> list[str]:
+    """Run Python code on each of so many hosts, with torchrun's variables, and return what each has printed.
+
+    "{rank}", "{workers}" and "{leader}", the address of the first host, are filled in in the arguments.
+    """
+    with hosts(count) as made:
+        leader = made[0][1]
+        processes = []
+        for rank, (name, _) in enumerate(made):
+            variables = {
+                "RANK": rank,
+                "LOCAL_RANK": 0,
+                "WORLD_SIZE": count,
+                "MASTER_ADDR": leader,
+                "MASTER_PORT": 29500,
+            }
+            variables |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": 1}
+            given = [each.format(rank=rank, workers=count, leader=leader) for each in arguments]
+            environment = [f"{key}={value}" for key, value in variables.items()]
+            command = ["ip", "netns", "exec", name, "env", *environment, sys.executable, "-W", "ignore", "-c", code]
+            pipe = subprocess.PIPE
+            processes.append(subprocess.Popen([*command, *given], stdout=pipe, stderr=pipe, text=True))
+        try:
+            outputs = [process.communicate(timeout=timeout_s) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    for out, err in outputs:
+        assert out, err[-3000:]
+    return [out for out, _ in outputs]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import laconic
 from tests.integrations.test_transformers import add, gpt, make_trainer, text
-from tests.namespaces import hosts, needs_root
+from tests.namespaces import needs_root, run_on_hosts
 
 pytestmark = [pytest.mark.frameworks, *needs_root]
 pytest.importorskip("transformers")
@@ -108,24 +107,8 @@ def _differences(counts: list[int]) -> list[int]:
 
 
 def test_local_steps_send_nothing_but_what_the_frameworks_send():
-    with hosts(2) as made:
-        processes = []
-        for rank, (name, _) in enumerate(made):
-            environment = (
-                f"env GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 RANK={rank} LOCAL_RANK=0 WORLD_SIZE=2 "
-                f"MASTER_ADDR={made[0][1]} MASTER_PORT=29500"
-            )
-            code = "from tests.integrations.test_silent_steps import worker; worker()"
-            command = [*f"ip netns exec {name} {environment} {sys.executable} -c".split(), code]
-            processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        try:
-            outputs = [process.communicate(timeout=150) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    for out, err in outputs:
-        assert out, err[-3000:]
+    code = "from tests.integrations.test_silent_steps import worker; worker()"
+    for out in run_on_hosts(2, code, timeout_s=150):
         found: dict[str, list[int]] = json.loads(out.splitlines()[-1])
         silent = ("accelerate", "trainer", "trainer, IterableDataset without dispatch_batches")
         for name, steps in found.items():

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
-from tests.namespaces import hosts, needs_root
+from tests.namespaces import needs_root, run_on_hosts
 
 pytestmark = needs_root
 
@@ -67,31 +67,6 @@ def retransmitted() -> int:
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_wire_bytes_are_the_interfaces_bytes(workers):
     code = "import sys; from tests.session.test_interface import worker as w; w(*map(int, sys.argv[1:3]), sys.argv[3])"
-    environment = "env GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1"
-    with hosts(workers) as made:
-        leader = made[0][1]
-        processes = [
-            subprocess.Popen(
-                [
-                    *f"ip netns exec {name} {environment} {sys.executable} -c".split(),
-                    code,
-                    str(index),
-                    str(workers),
-                    leader,
-                ],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for index, (name, _) in enumerate(made)
-        ]
-        try:
-            outputs = [process.communicate(timeout=120) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    for out, err in outputs:
-        assert out, err[-3000:]
+    for out in run_on_hosts(workers, code, "{rank}", "{workers}", "{leader}"):
         for text, (ledger, interface) in json.loads(out).items():
             assert abs(ledger - interface) <= 0.03 * interface, f"{text}: ledger {ledger}, interface {interface}"
