@@ -46,7 +46,7 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autodoc_mock_imports = [
     *("torchft", "lightning", "accelerate", "transformers", "ray", "tensorboard"),
-    *("wandb", "mlflow", "prometheus_client", "opentelemetry", "schedulefree"),
+    *("torch.utils.tensorboard", "wandb", "mlflow", "prometheus_client", "opentelemetry", "schedulefree"),
 ]
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from laconic import Exact
 from laconic import plan as parse_plan
 from laconic.cli.forecast import ONE_TABLE, check_table, forecast_tables, wanted_table
 from laconic.cli.results import check_writable
@@ -162,8 +163,13 @@ def plan(
     if needs or price is not None or limit is not None:
         console.print(wanted_table(rows["rows"]))
     console.print(f"kept: {SOURCE}.", markup=False, highlight=False, soft_wrap=True)
+    coded = [repr(each.plan) for each in forecast.rows if each.plan.codec != Exact()]
+    unknown = [text for text in coded if text not in scenario.codec_s]
     if measured is None:
         console.print("The time of codecs was not measured and counts as 0: laconic probe measures it.", soft_wrap=True)
+    elif unknown:
+        text = f"The codec of {', '.join(unknown)} is not in the probe and counts as 0: probe with --plan."
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(rows["advice"], markup=False, highlight=False, soft_wrap=True)
 
 
@@ -186,8 +192,13 @@ def _network(link: Link | None, latency: str | None, algorithm: str, probe: Prob
 def _step_s(step: str | None, probe: Probe | None) -> float:
     if step is not None:
         return seconds_of(step, "--step")
-    if probe is None or probe.step is None:
+    if probe is None:
         raise LabError("the time of a step without communication is missing. Give --step 250ms, or --probe probe.json.")
+    if probe.step is None:
+        raise LabError(
+            "the probe has no time of a step: its --model returned a model alone. Give --step 250ms, or probe again "
+            "with --step-script train.py."
+        )
     return probe.step.seconds
 
 

@@ -58,7 +58,7 @@ _WHAT = "gradients or deltas"
 METRICS = {
     metric.name: metric
     for metric in (
-        Metric("step", "gauge", "Optimizer steps since attach."),
+        Metric("step", "gauge", "Optimizer steps of the run, those before a resume included."),
         Metric("workers", "gauge", "Workers that synchronise."),
         Metric("wire_bytes", "counter", "Bytes that this worker has sent.", "By", _LABELS),
         Metric("payload_bytes", "counter", "Bytes that this worker has passed to collectives.", "By", _LABELS),

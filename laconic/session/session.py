@@ -59,7 +59,7 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Optimizer steps since `attach`."""
+        """Optimizer steps of the run, those before a resume included."""
         return self._steps.step
 
     @property

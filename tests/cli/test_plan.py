@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -16,6 +17,7 @@ from laconic.planner.front import PLANS
 from laconic.planner.predict import Scenario
 from laconic.planner.rows import Forecast
 from laconic.planner.shapes import from_count
+from tests.planner.test_probe_data import PROBE
 
 MODEL = ["plan", "--parameters", "30846720"]
 BASE = [*MODEL, "--workers", "4", "--link", "992.6mbit", "--step", "25.2ms"]
@@ -69,6 +71,16 @@ def test_a_narrow_terminal_shows_every_plan(width, tables):
     assert len(found) == tables and "…" not in text
     for plan in PLANS:
         assert text.count(plan.split("(")[0]) >= tables
+
+
+def test_what_a_probe_has_not_measured_is_said(here, tmp_path):
+    path = tmp_path / "probe.json"
+    PROBE.write(path)
+    asked = ["plan", "--probe", str(path), "--workers", "4", "--link", "1gbit"]
+    asked += ["--plan", "ddp()", "--plan", "power_sgd(rank=8)"]
+    assert "The codec of power_sgd(rank=8, bits=4) is not in the probe" in here(*asked).out
+    replace(PROBE, step=None).write(path)
+    assert "the probe has no time of a step" in here(*asked).err
 
 
 def test_a_finished_run_is_checked(here, tmp_path, monkeypatch):
