@@ -92,6 +92,7 @@ def _after_the_world_alone(worker: int, store: str) -> None:
 
 
 def _interrupted(worker: int, store: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=worker, world_size=2)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
