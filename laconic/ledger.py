@@ -138,6 +138,7 @@ class Ledger:
         """Record one collective of `payload_bytes` among `workers` workers; `step` is the current one by default."""
         sent = wire_bytes(op, payload_bytes, workers, distance, own)
         step = self.step if step is None else step
+        phase = str(phase)  # a member of an enumeration would print as such
         entry = Entry(step, round_, op, level, phase, payload_bytes, sent, seconds, workers)
         with self._lock:
             self.entries.append(entry)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.ledger import Ledger, Totals, wire_bytes
+from laconic.plans.schedules import Payload
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def filled() -> Ledger:
     ledger = Ledger()
     ledger.step = 3
     ledger.record("all_reduce", 400, workers=4, phase="gradient", seconds=0.5)
-    ledger.record("all_reduce", 200, workers=4, phase="gradient", round_=2, seconds=0.25)
+    ledger.record("all_reduce", 200, workers=4, phase=Payload.GRADIENT, round_=2, seconds=0.25)
     ledger.step = 4
     ledger.record("all_gather", 10, workers=4, phase="weights", level="site", seconds=1.0)
     return ledger
@@ -53,6 +54,7 @@ def test_totals() -> None:
     ledger = filled()
     assert (ledger.payload_bytes, ledger.wire_bytes, ledger.collectives, ledger.seconds) == (610, 930, 3, 1.75)
     assert ledger.totals(by="phase") == {"gradient": Totals(2, 600, 900, 0.75), "weights": Totals(1, 10, 30, 1.0)}
+    assert {type(phase) for phase in ledger.totals(by="phase")} == {str}
     assert ledger.totals(by="op") == {"all_reduce": Totals(2, 600, 900, 0.75), "all_gather": Totals(1, 10, 30, 1.0)}
     assert ledger.totals(by="level") == {"world": Totals(2, 600, 900, 0.75), "site": Totals(1, 10, 30, 1.0)}
 

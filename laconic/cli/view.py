@@ -204,7 +204,7 @@ def cells(progress: Progress, kept: float | None = None, guarded: bool = False) 
         f"{progress.loss:.3f}",
         "-" if progress.validation is None else f"{progress.validation:.3f}",
         share(kept),
-        f"{progress.tokens_per_s:,.0f}",
+        f"{progress.tokens_per_s:,.0f}" if progress.tokens_per_s else "-",  # a script need not report them
         f"{progress.communication_s / seconds:.0%}",
         human_bytes(progress.sent_bytes),
         f"{progress.wire_bytes / seconds / 1e6:.2f}",

@@ -26,6 +26,8 @@ def parse(text: Any, names: Mapping[str, Callable[..., Any]]) -> Any:
         raise
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         reason = getattr(error, "msg", None) or "too deep"
+        if reason.endswith("l literal"):  # Python calls 120x an invalid decimal literal
+            reason = 'what begins with a digit and is no number needs quotes, as in frugal("120x")'
         raise PlanError(f"{text!r} is not a plan: {reason}. Write a call, such as {_example(names)}.") from None
 
 

@@ -8,6 +8,7 @@ module; DDP and sharded models exchange a header for it about twice a second.
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,11 @@ class Stop:
 
     def on(self, signals: Sequence[signal.Signals], every_s: float) -> None:
         """Take these signals as a request to stop."""
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                f"stop_on({', '.join(each.name for each in signals)}) in thread {threading.current_thread().name!r}: "
+                "Python sets signal handlers in the main thread alone. Call it there, after attach."
+            )
         self.watched, self.every_s = True, every_s
         for each in signals:
             signal.signal(each, self._handle)

@@ -44,6 +44,10 @@ def test_a_run_has_about_ten_plain_lines_with_the_last(capsys):
     assert lines[-1].startswith("power_sgd(rank=4) step=1/200")
 
 
+def test_a_script_need_not_report_tokens():
+    assert "tokens/s=- " in plain_line("ddp()", replace(NOW, tokens_per_s=0.0))
+
+
 def test_a_broken_pipe_does_not_stop_the_run():
     program = (
         "import time; from laconic.cli.view import PlainView; from tests.cli.test_results import DDP\n"

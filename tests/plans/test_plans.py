@@ -227,6 +227,10 @@ RULES = {
         "'4' is a int, which can only be a part of a plan. "
         "Write a method such as power_sgd(rank=4), or Plan(schedule=..., codec=...)."
     ),
+    "frugal(120x)": (
+        "'frugal(120x)' is not a plan: what begins with a digit and is no number needs quotes, as in "
+        'frugal("120x"). Write a call, such as power_sgd(rank=4).'
+    ),
     "train quickly": "'train quickly' is not a plan: invalid syntax. Write a call, such as power_sgd(rank=4).",
     "power_sgd(rank=four)": (
         "'power_sgd(rank=four)': cannot read 'four'. A plan consists of calls, numbers and quoted strings, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,11 @@ def test_workers_that_average_gradients_ask_each_other_twice_a_second_and_stop_t
     assert others == [(step, asked)] * 2
     assert 200 < step <= 201 + MOST_STEPS
     assert asked < step / 2, "steps of a few milliseconds"
+
+
+def test_signals_are_for_the_main_thread():
+    with ThreadPoolExecutor(1) as threads, pytest.raises(RuntimeError, match=r"stop_on\(SIGTERM\) in thread .* there"):
+        threads.submit(Stop().on, [signal.SIGTERM], 0.5).result()
 
 
 def test_the_pace_of_the_slowest_says_when_to_ask_again(monkeypatch):
