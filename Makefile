@@ -19,7 +19,7 @@ test: $(STAMP)
 
 # The slow tests, and those that need root for network namespaces, too.
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -m "not nightly and not frameworks"
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not nightly and not frameworks"
 
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -m nightly

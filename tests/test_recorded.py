@@ -15,8 +15,9 @@ from tests.recording import FILE, plain, record
 RECORDED = json.loads(FILE.read_text())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_losses_ledgers_and_states_are_as_recorded(workers):
     recorded, now = RECORDED[str(workers)], record(workers)
     if plain() != RECORDED["plain"]:  # torch itself computes other bits on this machine

@@ -78,7 +78,7 @@ def test_the_baselines_run_beside_the_plans(here, monkeypatch):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_plan_gives_the_same_losses_and_others_send_less(outside, tiny, tmp_path):
     path = tmp_path / "out.json"
     ended = compare(

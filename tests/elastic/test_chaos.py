@@ -136,7 +136,7 @@ def check_progress(faults: Faults, cluster: Cluster) -> float:
     return max(waits)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_minute_of_chaos(tmp_path):
     run_chaos(tmp_path, SIX[:5], seconds=60, seed=1)
 

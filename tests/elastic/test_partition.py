@@ -41,7 +41,10 @@ def check_end(cluster, *ids):
     cluster.check_finals(*ids)
 
 
-@pytest.mark.parametrize("how", ["unplug", "deafen", "mute"])
+@pytest.mark.parametrize(
+    "how",
+    ["unplug", pytest.param("deafen", marks=pytest.mark.nightly), pytest.param("mute", marks=pytest.mark.nightly)],
+)
 def test_one_worker_is_disconnected_and_comes_back(tmp_path, how):
     with sites(5) as network, Cluster(job(tmp_path, network, store=4, least=3, expect=4)) as cluster:
         start(cluster, network, "0", "1", "2", "3")

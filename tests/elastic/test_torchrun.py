@@ -144,8 +144,8 @@ def test_a_killed_worker_is_restarted_and_continues_from_the_last_commit(tmp_pat
         check_against_replay(agents, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("each", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("each", [1, 2])
 def test_killed_workers_and_agents_come_back_to_the_last_commit(tmp_path, each):
     with Agents(tmp_path / "logs", each) as agents:
         agents.start("a")

@@ -100,7 +100,7 @@ SCONTROL = """#!/usr/bin/env bash
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_slurm_job_runs_with_a_stand_in_for_srun(tmp_path):
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
@@ -122,7 +122,7 @@ def test_the_slurm_job_runs_with_a_stand_in_for_srun(tmp_path):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kubeflows_command_runs_with_its_variables_alone(tmp_path):
     text = (CLUSTER / "kubeflow-trainjob.yaml").read_text()
     [command] = re.findall(r"^    command: \[(.*)\]$", text, re.M)

@@ -165,7 +165,11 @@ assert torch.equal(2 * flat, torch.cat(list(small.values())))
 
 
 @pytest.mark.parametrize(
-    ("rank", "steps"), [pytest.param(*case, marks=pytest.mark.slow) for case in [(3, 2), (1, 3), (16, 2), (64, 2)]]
+    ("rank", "steps"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, 2), (1, 3)]),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in [(16, 2), (64, 2)]),
+    ],
 )
 def test_the_kernels_in_tritons_interpreter(rank, steps):
     pytest.importorskip("triton", reason="Triton is not installed")

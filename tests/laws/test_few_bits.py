@@ -86,8 +86,15 @@ def test_bytes_are_those_of_the_bits(bits: int, workers: int) -> None:
     assert 0.93 * 32 / bits < dense / sent <= 32 / bits
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("codec", [Quantized(4), Quantized(2), Quantized(1)], ids=repr)
+@pytest.mark.parametrize(
+    "codec",
+    [
+        pytest.param(Quantized(4), marks=pytest.mark.nightly),
+        pytest.param(Quantized(2), marks=pytest.mark.slow),
+        pytest.param(Quantized(1), marks=pytest.mark.nightly),
+    ],
+    ids=repr,
+)
 def test_residuals_are_bounded_over_3000_steps_of_different_data(codec: Codec) -> None:
     workers, generator = 4, torch.Generator().manual_seed(1)
     centres = [torch.randn(16, 32, generator=generator) for _ in range(workers)]

@@ -88,11 +88,6 @@ def assert_passes(least: int, *arguments: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_twin_passes_a_quick_subset_of_torchs_own_tests():
-    assert_passes(6, "-k", "powerSGD", "-k", "periodic_model_averager", "-k", "step_reload")
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_twin_passes_torchs_own_tests():
     assert_passes(CAN_RUN_ON_CPU)

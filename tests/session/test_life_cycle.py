@@ -48,7 +48,8 @@ def _cycles(worker: int, cycles: int, text: str, wrapped: bool) -> tuple[tuple[i
     [
         ("ddp()", 8, True),
         ("hierarchical_sgd({1: 2, 2: 4})", 3, False),
-        pytest.param("ddp()", 200, False, marks=pytest.mark.slow),
+        pytest.param("ddp()", 40, False, marks=pytest.mark.slow),
+        pytest.param("ddp()", 200, False, marks=pytest.mark.nightly),
     ],
 )
 def test_cycles_of_attach_and_detach_leave_nothing_open(text, cycles, wrapped):
