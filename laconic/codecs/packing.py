@@ -72,7 +72,12 @@ def aligned(matrix: Tensor) -> Tensor:
     A matrix product sums along rows in another order where these start elsewhere: the last bit would depend on the
     place of a gradient in its bucket, which changes when a run is resumed.
     """
-    return matrix if matrix.device.type == "meta" or matrix.data_ptr() % 64 == 0 else matrix.clone()
+    return matrix if is_aligned(matrix) else matrix.clone()
+
+
+def is_aligned(matrix: Tensor) -> bool:
+    """Return whether the memory of a matrix starts at a cache line."""
+    return matrix.device.type == "meta" or matrix.data_ptr() % 64 == 0
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from laconic.codecs.orthonormal import orthonormal_all
-from laconic.codecs.packing import aligned
+from laconic.codecs.packing import aligned, is_aligned
 from laconic.comm.requests import Averaged, Decide, Exchange, Tensors, all_finite
 from laconic.kernels.choose import own_is_in_residual
 
 if TYPE_CHECKING:
     from laconic.codecs.low_rank import LowRank
     from laconic.codecs.low_rank_state import Factors
+
+_BLOCK = 1 << 20
+"""Numbers in a block of rows: 4 MB of fp32. Smaller ones cost more in calls and in threads that wait than they save."""
 
 
 def dense_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor], factors: Factors) -> Exchange:
@@ -43,11 +46,13 @@ def dense_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor]
     keep = bool(ok)
     own = reduced.own() if keep else {}
     for name in tensors:
-        if keep:
-            p, q = (fixed[name], own[name]) if sends_q else (own[name], fixed[name])
-            torch.baddbmm(m[name], p[None], q.T[None], alpha=-1, out=e[name])
         p, q = (fixed[name], mean[name]) if sends_q else (mean[name], fixed[name])
-        torch.bmm(p[None], q.T[None], out=m[name])
+        own_p, own_q = (p, own.get(name, q)) if sends_q else (own.get(name, p), q)
+        thin, own_thin = q.T.contiguous(), own_q.T.contiguous()  # [rank, columns]
+        for rows in _blocks(m[name]):
+            if keep:
+                _low_rank(own_p[rows], own_thin, e[name][rows], taken_from=m[name][rows])
+            _low_rank(p[rows], thin, m[name][rows])
     if keep:
         residual.update(old)
         _keep(mean, factors.q if sends_q else factors.p)
@@ -57,12 +62,22 @@ def dense_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor]
 
 
 def _matrix(t: Tensor) -> Tensor:
-    return t.view(1, t.shape[0], -1)  # [1, rows, columns]
+    return t.view(t.shape[0], -1)  # [rows, columns]
+
+
+def _blocks(matrix: Tensor) -> list[slice]:
+    """Return the rows of a matrix in blocks that stay in the cache between two operations.
+
+    They are multiples of 16 rows: if the matrix starts at a cache line, so do all of them.
+    """
+    rows, columns = matrix.shape
+    step = rows if matrix.device.type == "cuda" else max(16, _BLOCK // columns // 16 * 16)
+    return [slice(first, first + step) for first in range(0, rows, step)]
 
 
 def _known(m: Mapping[str, Tensor], known: Mapping[str, Tensor], codec: LowRank, factors: Factors) -> dict[str, Tensor]:
     """Return the orthonormal factors that all workers hold already, [columns or rows, rank]."""
-    found = {n: known[n] if n in known else codec.first_q(n, x.shape[1:], factors, x) for n, x in m.items()}
+    found = {n: known[n] if n in known else codec.first_q(n, x.shape, factors, x) for n, x in m.items()}
     return orthonormal_all(found)
 
 
@@ -72,10 +87,29 @@ def _products(
     """Return Q = Mᵀ P, [columns, rank], or P = M Q, [rows, rank]. With `add`, first compute M in the memory of G."""
     products = {}
     for name, x in m.items():
-        if add is not None:
-            x.add_(add[name])  # here, so that M is still in the cache for the product
-        products[name] = torch.bmm(x.mT if of_q else aligned(x), factors[name][None])[0]
+        thin = factors[name].T.contiguous()  # [rank, rows or columns], the layout in which products are quick
+        rank = thin.shape[0]
+        product = x.new_zeros(rank, x.shape[1]) if of_q else x.new_empty(x.shape[0], rank)
+        for rows in _blocks(x):
+            if add is not None:
+                x[rows].add_(add[name][rows])
+            if of_q:
+                product.addmm_(thin[:, rows], x[rows])
+            else:
+                torch.mm(aligned(x[rows]), thin.T, out=product[rows])
+        products[name] = product.T if of_q else product
     return products
+
+
+def _low_rank(p: Tensor, thin: Tensor, into: Tensor, taken_from: Tensor | None = None) -> None:
+    """Write the product of P [rows, rank] and Qᵀ [rank, columns], or a matrix minus it, to a block of rows."""
+    out = into if is_aligned(into) else torch.empty_like(into)
+    if taken_from is None:
+        torch.mm(p, thin, out=out)
+    else:
+        torch.addmm(taken_from, p, thin, alpha=-1, out=out)
+    if out is not into:
+        into.copy_(out)
 
 
 def _keep(mean: Mapping[str, Tensor], known: dict[str, Tensor]) -> None:

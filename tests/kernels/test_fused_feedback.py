@@ -60,7 +60,7 @@ def test_fifty_steps_equal_the_plain_composition(device, shapes, rank, rounds):
 @each_rank([8, 32, 64], quick=[32])
 @pytest.mark.parametrize("device", DEVICES)
 def test_high_ranks_equal_the_plain_composition(device, rank, rounds):
-    shapes = [(136, 200), (200, 136), (301, 75), (75, 130, 3)]
+    shapes = [(136, 200), (200, 136), (301, 75), (75, 130, 3), (700, 301)]  # the last in blocks of rows on the CPU
     codec = ErrorFeedback(LowRank(rank, min_compression=0, rounds=rounds))
     plain: list[State] = [{}, {}]
     fast: list[State] = [{}, {}]
@@ -74,6 +74,27 @@ def test_high_ranks_equal_the_plain_composition(device, rank, rounds):
             close(fast[0]["residual"][name], plain[0]["residual"][name], 1e-5, of=tensors[0][name])
         for a, b in zip(fast, plain, strict=True):
             _copy(a, b)
+
+
+@pytest.mark.parametrize("rounds", ["two", "alternating"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_results_do_not_depend_on_the_place_in_memory(dtype, rounds):
+    codec = ErrorFeedback(LowRank(8, rounds=rounds))
+    shape = torch.Size((700, 301))
+
+    def means(offset: int) -> list[Tensor]:
+        state: list[State] = [{}]
+        found = []
+        for step in range(3):
+            [gradient] = inputs([shape], 1, step, "cpu", dtype)
+            [(name, given)] = gradient.items()
+            place = torch.empty(offset + given.numel(), dtype=dtype)[offset:].view(shape)
+            found += [run(codec, [{name: place.copy_(given)}], state, fast=True)[0][name].clone()]
+        return [*found, state[0]["residual"][name]]
+
+    first = means(offset=0)
+    for offset in (1, 3, 8, 13):
+        assert all(map(torch.equal, means(offset), first))
 
 
 @pytest.mark.parametrize("rounds", ["two", "alternating"])
