@@ -11,18 +11,17 @@ import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, TensorSpec, serialize_file
+from safetensors import SafetensorError
 from torch import Tensor
 
-from laconic.checkpoint.reading import read_tensors
-from laconic.checkpoint.tree import CheckpointError, dense, dtype_name, unflatten
+from laconic.checkpoint.tensor_file import read_tensors, write_tensors
+from laconic.checkpoint.tree import CheckpointError, unflatten
 
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 FORMAT, VERSION = "laconic checkpoint", 2
@@ -57,19 +56,7 @@ def write_worker_file(path: Path, skeleton: Any, tensors: Mapping[str, Tensor]) 
         raise CheckpointError(
             f"the state has {len(text)} bytes of JSON, above {MAX_JSON_BYTES}. Save lists as tensors."
         )
-    # Not safetensors.torch.save_file, which refuses tensors that share memory.
-    ready = {name: dense(t) for name, t in tensors.items()}  # alive until they are written
-    specs = {
-        name: TensorSpec(dtype=dtype_name(t.dtype), shape=t.shape, data_ptr=t.data_ptr(), data_len=t.nbytes)
-        for name, t in ready.items()
-    }
-    serialize_file(specs, path, metadata={"state": text})
-    os.chmod(path, path.parent.stat().st_mode & 0o666)  # safetensors makes it readable by its owner only
-    with path.open("r+b") as file, ThreadPoolExecutor(1) as pool:
-        synced = pool.submit(os.fsync, file.fileno())  # while the digest is computed
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        synced.result()
-        return FileRecord(file.tell(), digest)
+    return FileRecord(*write_tensors(path, {"state": text}, tensors))
 
 
 def read_worker_file(path: Path, expected: FileRecord | None = None, *, discard_data: bool = False) -> Any:

@@ -123,7 +123,7 @@ def test_a_file_that_is_truncated_while_it_is_read_is_an_error(tmp_path, monkeyp
             os.truncate(path, 200)
             yield opened
 
-    monkeypatch.setattr("laconic.checkpoint.reading.safe_open", cut)
+    monkeypatch.setattr("laconic.checkpoint.tensor_file.safe_open", cut)
     with pytest.raises(CheckpointError, match=r"x has 200 bytes, but manifest.json lists \d+: its bytes are not those"):
         read_worker_file(path, record)
     record = write_worker_file(tmp_path / "y", {"tensor": "a"}, {"a": torch.zeros(1000)})
