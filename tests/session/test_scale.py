@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.nn.functional import cross_entropy
 
 import laconic
@@ -15,16 +15,17 @@ from tests.session.models import batch, mlp
 from tests.workers import run_workers
 
 SIZES = (2, 4, 8)
+PLANS = ("ddp()", "power_sgd(rank=1, bits=None)", "post_local_sgd(period=1)")
 Counts = tuple[Counter[str], Counter[str], Counter[str]]
 """Calls of the store, collectives, and bytes given to collectives."""
 
 
-def _train(worker: int, workers: int, folder: str, plans: list[str]) -> dict[str, Counts]:
+def _train(worker: int, workers: int, folder: str) -> dict[str, Counts]:
     """Attach, train two steps, detach, under each plan."""
-    store = CountingStore(dist.FileStore(f"{folder}/{workers}", workers))
+    store = CountingStore(FileStore(f"{folder}/{workers}", workers))
     dist.init_process_group("gloo", store=store, rank=worker, world_size=workers)
     collectives, found = CountedCollectives(), {}
-    for plan in plans:
+    for plan in PLANS:
         model = mlp(width=8, depth=1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         store.calls.clear()
@@ -41,18 +42,13 @@ def _train(worker: int, workers: int, folder: str, plans: list[str]) -> dict[str
     return found
 
 
-@pytest.mark.parametrize("plan", ["ddp()", "power_sgd(rank=1, bits=None)", "post_local_sgd(period=1)"])
-def test_calls_and_bytes_of_a_worker_do_not_grow_with_the_workers(counts, plan):
-    of_two, *larger = (counts[size][plan] for size in SIZES)
-    for store, calls, sent in [of_two, *larger]:
-        assert store == {"add": 1}, "all workers together: a store that grows with workers, and not with workers²"
-        # From 8 workers on, a mean of weights is an all_to_all and an all_gather, with the bytes of an all_reduce.
-        assert calls.total() <= of_two[1].total() + sent["all_to_all_single"].bit_length()
-        assert sent.total() < 1.5 * of_two[2].total()
-
-
-@pytest.fixture(scope="module")
-def counts(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("stores"))
-    plans = ["ddp()", "power_sgd(rank=1, bits=None)", "post_local_sgd(period=1)"]
-    return {size: run_workers(_train, size, (size, folder, plans), group=False)[-1] for size in SIZES}
+def test_calls_and_bytes_of_a_worker_do_not_grow_with_the_workers(tmp_path):
+    found = {size: run_workers(_train, size, (size, str(tmp_path)), group=False)[-1] for size in SIZES}
+    for plan in PLANS:
+        _, calls_of_two, sent_of_two = found[2][plan]
+        for size in SIZES:
+            store, calls, sent = found[size][plan]
+            assert store == {"add": 1}, f"{plan}, {size} workers: in all, the calls grow with workers, not workers²"
+            # From 8 workers on, a mean of weights is an all_to_all and an all_gather, with the bytes of an all_reduce.
+            assert calls.total() <= calls_of_two.total() + calls["all_to_all_single"], (plan, size, calls)
+            assert sent.total() < 1.5 * sent_of_two.total(), (plan, size, sent)
