@@ -7,7 +7,7 @@ FRAMEWORKS := .venv-frameworks
 DOCS   := .venv-docs
 SITE   := build/site
 
-.PHONY: compare test test-all frameworks nightly docs lint types clean
+.PHONY: compare test test-all frameworks nightly bench docs lint types clean
 .DELETE_ON_ERROR:
 
 compare: $(STAMP)
@@ -23,6 +23,10 @@ test-all: $(STAMP)
 
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -m nightly
+
+# The quick part of every benchmark, meant for 10 minutes: says what got slower than benchmarks/recorded.json.
+bench: $(STAMP)
+	$(BIN)/python benchmarks/bench.py
 
 # With the real Lightning, Accelerate, transformers, Ray and loggers, in an environment of their own.
 frameworks: $(FRAMEWORKS)/.laconic-installed

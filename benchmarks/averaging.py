@@ -22,7 +22,6 @@ import gc
 import json
 import logging
 import os
-import platform
 import socket
 import statistics
 import sys
@@ -31,15 +30,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ratios import machine
 from torch import nn
 from torch.distributed.algorithms.model_averaging import utils as theirs
 
-import laconic
 from laconic.algorithms.model_averaging import utils as ours
 from laconic.algorithms.model_averaging.averagers import PeriodicModelAverager
 
@@ -200,18 +199,9 @@ def network(text: str | None, workers: int) -> Iterator[Any]:
 def head(link: str | None) -> str:
     numels = [torch.Size(shape).numel() for shape in shapes()]
     return (
-        f"laconic {laconic.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{platform.system()} {platform.release()}, {processor()}, {os.cpu_count()} cores\n"
+        f"{machine()}\n"
         f"{sum(numels) / 1e6:.1f} M fp32 parameters in {len(numels)} tensors, gloo over {link or 'loopback'}"
     )
-
-
-def processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def main() -> None:

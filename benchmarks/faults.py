@@ -5,7 +5,8 @@
 A mismatch: the last worker attaches the lab's GPT with one difference, and all workers must raise `DisagreementError`.
 The time is from the call of `attach` to the error of the slowest worker. A kill: one worker is killed during training,
 each in turn, and all others must raise a `LostWorkerError` that names it. The time is from the signal to the error of
-the slowest worker; a local method finds out at its next synchronisation. Both: median and worst.
+the slowest worker; a local method finds out at its next synchronisation. Both: median and worst. Beside a mismatch is
+an `attach` of workers that agree.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch
 import torch.distributed as dist
+from ratios import write
 from torch import nn
 
 import laconic
@@ -36,6 +38,7 @@ _context = multiprocessing.get_context("forkserver")
 
 KILLED = ("ddp()", "power_sgd(rank=4, bits=None)", "post_local_sgd(period=8)")
 STEPS = 10  # before a kill
+AGREED = "nothing"
 
 
 def other_order(model: nn.Module) -> None:
@@ -65,9 +68,9 @@ def init_group(worker: int, workers: int, store: str) -> None:
 
 
 def attach_apart(worker: int, workers: int, store: str, times: int, pipe: Connection) -> None:
-    """Send the time until the error, for each mismatch and repetition."""
+    """Send the time until the error, for each mismatch and repetition, and that of an `attach` without one."""
     init_group(worker, workers, store)
-    for what in (*MODELS, *PLANS):
+    for what in (AGREED, *MODELS, *PLANS):
         for _ in range(times):
             model, plan = make_task(Settings(plan="ddp()", workers=workers)).model, laconic.power_sgd(rank=4, bits=None)
             if worker == workers - 1:
@@ -77,11 +80,12 @@ def attach_apart(worker: int, workers: int, store: str, times: int, pipe: Connec
             dist.barrier()
             begun = time.monotonic()
             try:
-                laconic.attach(plan, model, optimizer)
+                session = laconic.attach(plan, model, optimizer)
             except laconic.DisagreementError as error:
                 pipe.send((what, time.monotonic() - begun, str(error)))
             else:
-                raise AssertionError(f"{what}: no error")
+                pipe.send((what, time.monotonic() - begun, ""))
+                session.detach()
     dist.destroy_process_group()
     os._exit(0)
 
@@ -130,10 +134,10 @@ class Workers:
 
 def mismatches(workers: int, times: int) -> dict[str, list[float]]:
     with Workers(attach_apart, workers, times) as started:
-        rows = [[pipe.recv() for pipe in started.pipes] for _ in range(times * len(MODELS | PLANS))]
-    found: dict[str, list[float]] = {what: [] for what in (*MODELS, *PLANS)}
+        rows = [[pipe.recv() for pipe in started.pipes] for _ in range(times * (1 + len(MODELS | PLANS)))]
+    found: dict[str, list[float]] = {what: [] for what in (AGREED, *MODELS, *PLANS)}
     for row in rows:
-        assert all(f"worker {workers - 1} has" in text for _, _, text in row), row
+        assert all((what == AGREED) != (f"worker {workers - 1} has" in text) for what, _, text in row), row
         found[row[0][0]].append(max(took for _, took, _ in row))
     return found
 
@@ -159,6 +163,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--times", type=int, default=7)
+    parser.add_argument("--mismatches", action="store_true", help="only those at attach")
+    parser.add_argument("--json", help="write the ratios of a mismatch to an attach that succeeds to this file")
     options = parser.parse_args()
     _context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "laconic"])
     load = os.getloadavg()[0]
@@ -166,10 +172,16 @@ def main() -> None:
         f"torch {torch.__version__}, {os.cpu_count()} cores, load {load:.1f}, the lab's GPT, {options.times} times each"
     )
     print("| fault | workers | median | worst |\n|---|---|---|---|")
+    ratios = {}
     for workers in options.workers:
-        for what, seconds in mismatches(workers, options.times).items():
-            show(f"another {what} at `attach`", workers, seconds)
-    for plan in KILLED:
+        found = mismatches(workers, options.times)
+        for what, seconds in found.items():
+            show(f"another {what} at `attach`" if what != AGREED else "none at `attach`", workers, seconds)
+            if what != AGREED:
+                name = f"{workers} workers, another {what} at attach"
+                ratios[name] = statistics.median(seconds) / statistics.median(found[AGREED])
+    write(options.json, ratios)
+    for plan in () if options.mismatches else KILLED:
         for workers in options.workers:
             show(f"killed under `{plan}`", workers, [killed(plan, workers, n % workers) for n in range(options.times)])
 

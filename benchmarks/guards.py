@@ -22,11 +22,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ratios import write
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
@@ -86,6 +87,7 @@ def run(worker: int, options: argparse.Namespace, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=worker, world_size=options.workers)
     if worker == 0:
         print(f"torch {torch.__version__}, {os.cpu_count()} cores, {options.workers} workers, the lab's GPT")
+    ratios = {}
     for plan in options.plans:
         chance = random.Random(0)  # the same on all workers
         training = Training(plan, worker, options.workers)
@@ -98,6 +100,7 @@ def run(worker: int, options: argparse.Namespace, port: int) -> None:
                 seconds[on] = training.stretch(STRETCH)
             pairs.append((seconds[False], seconds[True]))
         training.session.detach()
+        ratios[plan] = 1 + cost(pairs) / 100
         if worker == 0:
             again = sorted(cost(chance.choices(pairs, k=len(pairs))) for _ in range(1000))
             step_ms = 1e3 * statistics.median(pair[0] for pair in pairs) / STRETCH
@@ -105,6 +108,8 @@ def run(worker: int, options: argparse.Namespace, port: int) -> None:
                 f"{plan:<28} {step_ms:7.1f} ms a step, {cost(pairs):+.2f}% ({again[25]:+.2f} to {again[974]:+.2f})",
                 flush=True,
             )
+    if worker == 0:
+        write(options.json, ratios)
     dist.destroy_process_group()
 
 
@@ -146,6 +151,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=2400, help="for each plan, half of them with checks")
     parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--json", help="write the ratios of steps with checks to steps without to this file")
     options = parser.parse_args()
     if options.parts:
         parts()

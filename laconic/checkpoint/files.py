@@ -17,11 +17,11 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+from safetensors import SafetensorError
 from torch import Tensor
 
-from laconic.checkpoint.tree import CheckpointError, dense, dtype_name, unflatten
+from laconic.checkpoint.tensor_file import read_tensors, write_tensors
+from laconic.checkpoint.tree import CheckpointError, unflatten
 
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 FORMAT, VERSION = "laconic checkpoint", 2
@@ -56,49 +56,41 @@ def write_worker_file(path: Path, skeleton: Any, tensors: Mapping[str, Tensor]) 
         raise CheckpointError(
             f"the state has {len(text)} bytes of JSON, above {MAX_JSON_BYTES}. Save lists as tensors."
         )
-    # Not safetensors.torch.save_file, which refuses tensors that share memory.
-    ready = {name: dense(t) for name, t in tensors.items()}  # alive until they are written
-    specs = {
-        name: TensorSpec(dtype=dtype_name(t.dtype), shape=t.shape, data_ptr=t.data_ptr(), data_len=t.nbytes)
-        for name, t in ready.items()
-    }
-    serialize_file(specs, path, metadata={"state": text})
-    os.chmod(path, path.parent.stat().st_mode & 0o666)  # safetensors makes it readable by its owner only
-    with path.open("r+b") as file:
-        os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileRecord(file.tell(), digest)
+    return FileRecord(*write_tensors(path, {"state": text}, tensors))
 
 
 def read_worker_file(path: Path, expected: FileRecord | None = None, *, discard_data: bool = False) -> Any:
     """Check a worker's file, by its record if there is one, and return its state.
 
-    With `discard_data`, tensors are on the meta device. The file is read and not mapped to memory: if a mapped file is
-    truncated, the process ends with SIGBUS.
+    With `discard_data`, tensors are on the meta device.
     """
-    if expected is None:
-        _open_regular(path).close()
-    else:
-        check_file(path, expected)
-    try:
-        with safe_open(path, "pt", backend="pread") as file:
-            unread = set(file.keys())
+    listed = None if expected is None else expected.sha256
+    with _open_regular(path) as file:
+        if expected is not None:
+            _check_size(path, file, expected)
+        try:
+            metadata, tensors, digest = read_tensors(path, file, discard_data=discard_data)
+            if listed in (None, digest):
+                return _state(metadata, tensors)
+        except (SafetensorError, RuntimeError, TypeError, OverflowError, MemoryError) as error:  # impossible shapes
+            if expected is not None:
+                check_file(path, expected)  # of a damaged file, that is what the error says
+            raise CheckpointError(f"{path.name} cannot be read: {str(error)[:300]}") from error
+    raise _mismatch(path.name, f"the SHA-256 {digest}", MANIFEST, listed)
 
-            def read(name: str) -> Tensor:
-                if name not in unread:
-                    raise CheckpointError(f"it has no tensor {name!r}, or uses it twice.")
-                unread.remove(name)
-                t: Tensor = file.get_tensor(name)
-                if t.dtype is torch.bool and t.numel() and int(t.view(torch.uint8).max()) > 1:
-                    raise CheckpointError(f"its tensor {name!r} has bools other than 0 and 1.")
-                return t.to("meta") if discard_data else t.clone()  # into memory that torch can resize
 
-            state = unflatten(_parse_json((file.metadata() or {}).get("state", ""), "its state"), read)
-            if unread:
-                raise CheckpointError(f"it has tensors that its state does not use: {sorted(unread)[:3]}.")
-            return state
-    except (SafetensorError, RuntimeError, TypeError, OverflowError, MemoryError) as error:  # such as impossible shapes
-        raise CheckpointError(f"{path.name} cannot be read: {str(error)[:300]}") from error
+def _state(metadata: Mapping[str, str], tensors: dict[str, Tensor]) -> Any:
+    """Return the state that the skeleton in the metadata makes of the tensors, each of which it uses once."""
+
+    def take(name: str) -> Tensor:
+        if name not in tensors:
+            raise CheckpointError(f"it has no tensor {name!r}, or uses it twice.")
+        return tensors.pop(name)
+
+    state = unflatten(_parse_json(metadata.get("state", ""), "its state"), take)
+    if tensors:
+        raise CheckpointError(f"it has tensors that its state does not use: {sorted(tensors)[:3]}.")
+    return state
 
 
 def write_manifest(folder: Path, step: int, records: Sequence[FileRecord]) -> None:
@@ -147,11 +139,15 @@ def _mismatch(name: str, found: str, source: str, listed: object) -> CheckpointE
 def check_file(path: Path, expected: FileRecord, *, size_only: bool = False) -> None:
     """Compare a file with its record. A file of another size is not read."""
     with _open_regular(path) as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        if size_bytes != expected.size_bytes:
-            raise _mismatch(path.name, f"{size_bytes} bytes", MANIFEST, expected.size_bytes)
+        _check_size(path, file, expected)
         if not size_only and (digest := hashlib.file_digest(file, "sha256").hexdigest()) != expected.sha256:
             raise _mismatch(path.name, f"the SHA-256 {digest}", MANIFEST, expected.sha256)
+
+
+def _check_size(path: Path, file: BufferedReader, expected: FileRecord) -> None:
+    size_bytes = os.fstat(file.fileno()).st_size
+    if size_bytes != expected.size_bytes:
+        raise _mismatch(path.name, f"{size_bytes} bytes", MANIFEST, expected.size_bytes)
 
 
 def _read_small(path: Path, limit_bytes: int = MAX_JSON_BYTES) -> bytes:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.checkpoint.tree import NATIVE_DTYPES, as_bytes, dtype_name, flatten, unflatten
+from laconic.checkpoint.tree import NATIVE_DTYPES, as_bytes, dtype_name, flatten, memory_of, unflatten
 from laconic.checkpoint.workers import device_of
 from laconic.ledger import Ledger
 
@@ -56,7 +56,7 @@ def gather_states(state: Any, ledger: Ledger, group: dist.ProcessGroup | None = 
 
 def _facts(tensors: Mapping[str, Tensor]) -> Facts:
     return {
-        name: [dtype_name(t.dtype), list(t.shape), hashlib.sha256(as_bytes(t).numpy().data).hexdigest()]
+        name: [dtype_name(t.dtype), list(t.shape), hashlib.sha256(memory_of(t)).hexdigest()]
         for name, t in tensors.items()
     }
 

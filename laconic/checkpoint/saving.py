@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from laconic.checkpoint import files
@@ -231,7 +230,7 @@ class SaveTransaction:
             record = files.write_worker_file(temporary / files.worker_file(self.worker), *contents)
             files.write_synced(part.with_suffix(".new"), json.dumps(asdict(record)).encode())
             os.rename(part.with_suffix(".new"), part)  # worker 0 never reads half of it
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             if not temporary.is_dir():
                 raise _cancelled() from error
             raise

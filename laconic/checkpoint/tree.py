@@ -10,6 +10,7 @@ Keys are strings or, as in optimizers, ints. They name tensors inside a file and
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -53,6 +54,17 @@ def dense(t: Tensor) -> Tensor:
 def as_bytes(t: Tensor) -> Tensor:
     """Return the bytes of a tensor on the CPU, as uint8 of shape [bytes]."""
     return dense(t).as_strided((t.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
+
+
+def memory_of(t: Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU: its own memory if it is contiguous there, and kept alive.
+
+    torch would refuse to resize a tensor, as FSDP does, for good after `t.numpy()`.
+    """
+    data = as_bytes(t)
+    array = (ctypes.c_ubyte * data.numel()).from_address(data.data_ptr())
+    array.owner = data  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
 def snapshot(t: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """The handshake: workers compare their settings and parameters before anything is averaged.
 
 Each worker states facts: an ordered mapping of labels to text with settings, and name, shape and dtype of every
-parameter. A digest is gathered, 16 bytes a worker. Only if digests differ are the facts themselves exchanged, as JSON,
-and every worker raises the same error with the first difference and the workers that have it.
+parameter. Workers compare digests, by the largest and the smallest of all: 16 bytes in one all_reduce. Only if they
+differ are the facts themselves exchanged, as JSON, and every worker raises the same error with the first difference and
+the workers that have it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from laconic.checks.errors import DisagreementError
 from laconic.checks.outliers import outliers
 from laconic.comm.queue import CollectiveQueue
+from laconic.comm.requests import Averaged, Exchange, Max, true
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,35 @@ def difference(queue: CollectiveQueue, facts: Mapping[str, object]) -> str | Non
     if queue.workers == 1:
         return None
     mine = Facts(facts)
-    everyone = queue.gather(torch.tensor([mine.digest, len(mine.text.encode())]))
-    if bool((everyone == everyone[0]).all()):
+    if all_same(queue, torch.tensor(mine.digest)):
         return None
-    texts = _gather_texts(queue, mine.text, [int(length) for length in everyone[:, 1]])
+    texts = _gather_texts(queue, mine.text, queue.gather(torch.tensor([len(mine.text.encode())])).flatten().tolist())
     return _first_difference([json.loads(each) for each in texts])
+
+
+def all_same(queue: CollectiveQueue, digest: Tensor) -> bool:
+    """Return, on all workers alike, whether all have the same number, a 0-d int64 tensor."""
+    return are_same(highest(queue, both_ends(digest)))
+
+
+def both_ends(digest: Tensor) -> Tensor:
+    """Return a number and its complement: the largest of both, over all workers, are the ends of the numbers."""
+    return torch.stack([digest, ~digest])
+
+
+def are_same(ends: Tensor) -> bool:
+    """Return whether the ends of all workers' numbers are the same."""
+    return bool(ends[0] == ~ends[1])
+
+
+def highest(queue: CollectiveQueue, x: Tensor) -> Tensor:
+    """Return the largest of every worker's `x`, element by element, on the host. Every worker calls it and waits."""
+    return x.cpu() if queue.workers == 1 else queue.run(_highest(x.to(queue.device)), "control").mean[""]
+
+
+def _highest(x: Tensor) -> Exchange:
+    found = yield Max(x)
+    return Averaged({"": found.cpu()}, dict, true)
 
 
 def parameter_facts(parameters: Iterable[tuple[str, Tensor]], what: str = "parameter") -> dict[str, str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from laconic.checks.agreement import all_same
 from laconic.checks.digests import combined, digests
 from laconic.checks.errors import DivergedError
 from laconic.checks.outliers import names, outliers
@@ -57,8 +58,7 @@ def first_difference(queue: CollectiveQueue, weights: Mapping[str, Tensor]) -> t
 def differences(queue: CollectiveQueue, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """Find the tensors that are not the same on all workers, each with the workers that differ from the majority."""
     each = digests(tensors)
-    rows = queue.gather(combined(each).reshape(1))
-    if bool((rows == rows[0]).all()):
+    if all_same(queue, combined(each)):
         return {}
     table = queue.gather(each)
     odd = {name: outliers(table[:, index].tolist())[1] for index, name in enumerate(tensors)}

@@ -1,7 +1,8 @@
 """Headers: a row of numbers that each worker sends before weights, and before the gradients of a bare module.
 
 Workers that are at different steps, under different plans or with different parameters get an error instead of a mean
-of different things. All headers have the same length, so that any two of them can meet.
+of different things. All headers have the same length, so that any two of them can meet. Usually all workers state the
+same, and one all_reduce of five numbers shows it. Only otherwise is the row of every worker gathered.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from laconic.checks.agreement import Facts, agree, digest_of
+from laconic.checks.agreement import Facts, agree, are_same, both_ends, digest_of, highest
+from laconic.checks.digests import combined
 from laconic.checks.errors import DesyncError
 from laconic.checks.outliers import names, outliers
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Exchange, Gather, true
+from laconic.comm.requests import Averaged, Exchange, Gather, Max, true
 
 _BITS = 62
 _MASK = (1 << _BITS) - 1
@@ -51,6 +53,18 @@ class Header:
         own = (digest_of(str(self.with_gradient)), int(self.finite), int(self.stop), self.step_ms)
         return torch.tensor([*same, *own], dtype=torch.int64)
 
+    def summary(self) -> Tensor:
+        """Return five int64 numbers. Their largest over all workers show whether all state the same and are finite."""
+        row = self.row()
+        return torch.cat([both_ends(combined(row[:4])), torch.stack([1 - row[4], row[5], row[6]])])
+
+    def of_all(self, summary: Tensor, workers: int) -> Headers | None:
+        """Read the largest summary: the headers of all workers, if all state the same and are finite."""
+        nonfinite, stop, slowest_ms = summary[2:].tolist()
+        if nonfinite or not are_same(summary[:2]):
+            return None
+        return Headers((replace(self, stop=bool(stop), step_ms=slowest_ms),) * workers)
+
     @staticmethod
     def from_row(row: Sequence[int], like: Header) -> Header:
         """Read the row of a worker that is at the same step, under the same plan and with the same gradients."""
@@ -65,7 +79,10 @@ class Header:
 
 @dataclass(frozen=True)
 class Headers:
-    """The headers of all workers, in their order; step, plan and model are the same in all."""
+    """The headers of all workers, in their order; step, plan and model are the same in all.
+
+    Where all workers have stated the same, who was asked to stop, and who is the slowest, is not told: all are.
+    """
 
     all: tuple[Header, ...]
 
@@ -95,6 +112,9 @@ def exchange_headers(queue: CollectiveQueue, header: Header) -> Headers:
 
     Only where workers have gradients of different parameters do they also exchange which.
     """
+    same = header.of_all(highest(queue, header.summary()), queue.workers)
+    if same is not None:
+        return same
     rows = queue.gather(header.row())
     if bool((rows[:, :2] == rows[0, :2]).all()) and not bool((rows[:, 2] == rows[0, 2]).all()):
         agree(queue, "what they train", header.model.stated)  # raises, and names the first difference
@@ -112,8 +132,11 @@ class PendingHeaders:
         self._headers: Headers | None = None
 
         def exchange() -> Exchange:
-            rows = yield Gather(header.row().to(queue.device))
-            self._headers = _checked(rows.cpu(), header, queue.level)
+            found = yield Max(header.summary().to(queue.device))
+            self._headers = header.of_all(found.cpu(), queue.workers)
+            if self._headers is None:
+                rows = yield Gather(header.row().to(queue.device))
+                self._headers = _checked(rows.cpu(), header, queue.level)
             return Averaged({}, dict, true)
 
         self._future = queue.submit(exchange(), "control", torch.empty(0))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.comm.requests import AllToAll, First, Gather, Request
+from laconic.comm.requests import AllToAll, First, Gather, Max, Request
 
 Group = dist.ProcessGroup
 
@@ -38,6 +38,10 @@ def launch(request: Request, group: Group | None) -> Generator[Any, None, Tensor
         assert group is not None
         yield dist.broadcast(sent, dist.get_global_rank(group, request.worker), group=group, async_op=True)
         return sent
+    if isinstance(request, Max):
+        x = request.x.contiguous()
+        yield dist.all_reduce(x, dist.ReduceOp.MAX, group=group, async_op=True)
+        return x
     if request.wide and not sums_exactly(request.x.dtype, workers):
         return (yield from _wide_mean(request.x, workers, group))
     x = request.x.contiguous()

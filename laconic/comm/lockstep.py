@@ -20,6 +20,7 @@ from laconic.comm.requests import (
     Decide,
     Exchange,
     First,
+    Max,
     Mean,
     Rank,
     Request,
@@ -132,6 +133,8 @@ def serve(requests: Sequence[Request | Decide], mean: Means = exact_mean) -> lis
     if isinstance(first, Mean):
         return [mean([request for request in requests if isinstance(request, Mean)])] * len(requests)
     xs = torch.stack([request.x for request in requests if not isinstance(request, Decide)])
+    if isinstance(first, Max):
+        return [xs.amax(0)] * len(requests)
     return [xs[first.worker] if isinstance(first, First) else xs] * len(requests)
 
 

@@ -62,6 +62,17 @@ class First:
 
 
 @dataclass(frozen=True, eq=False)
+class Max:
+    """The largest of every worker's `x`, element by element. The result may reuse the memory of `x`.
+
+    For what workers tell each other: gloo passes a few numbers around a ring twice, while every worker's row of a
+    `Gather` passes every worker.
+    """
+
+    x: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Rank:
     """Which worker this is, and how many there are, as a tensor of two numbers on the CPU. Nothing is sent."""
 
@@ -78,7 +89,7 @@ class Decide:
     ok: Tensor
 
 
-Request: TypeAlias = Mean | Gather | AllToAll | First
+Request: TypeAlias = Mean | Gather | AllToAll | First | Max
 """What is sent to other workers."""
 
 _OPERATIONS: dict[type[Request], str] = {
@@ -86,6 +97,7 @@ _OPERATIONS: dict[type[Request], str] = {
     Gather: "all_gather",
     AllToAll: "all_to_all",
     First: "broadcast",
+    Max: "all_reduce",
 }
 
 

@@ -21,7 +21,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Protocol
@@ -181,13 +181,22 @@ class CollectiveTimeout:
             self._call_store("set", f"here/{self._me}", "")
             until = time.monotonic() + RESPONSE_S
             while True:
-                missing = [w for w in range(self._workers) if not self._call_store("check", [f"here/{w}"])]
+                missing = self._without("here", range(self._workers))
                 if not missing or time.monotonic() > until:
                     away = self._away()
                     return [w for w in missing if w not in away] or missing
                 time.sleep(0.05)
         except RuntimeError:
             return None
+
+    def _without(self, key: str, workers: Sequence[int]) -> list[int]:
+        """List the workers that have not set their key: one call if all have, and few for each that has not."""
+        if self._call_store("check", [f"{key}/{worker}" for worker in workers]):
+            return []
+        if len(workers) == 1:
+            return list(workers)
+        middle = len(workers) // 2
+        return [*self._without(key, workers[:middle]), *self._without(key, workers[middle:])]
 
     def _call_store(self, name: str, *args: Any) -> Any:
         """Call the store, unless an earlier call has not returned yet."""

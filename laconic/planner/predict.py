@@ -23,9 +23,9 @@ from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never, Payload, Streaming, Sync, level_name
 
-HEADER_BYTES = 56
+HEADER_BYTES = 40
 """What workers tell each other before weights are averaged, and without DDP before gradients (`checks/headers.py`)."""
-DIGEST_BYTES = 8
+DIGEST_BYTES = 16
 """With what they compare their weights after a round (`checks/divergence.py`)."""
 
 
@@ -104,7 +104,7 @@ class Prediction:
                 whole = weights and size == s.workers and sync.part is None
                 passed = [HEADER_BYTES] if weights or s.bare else []
                 passed += [DIGEST_BYTES] if whole and schedule.period > 1 else []
-                sent = tuple(("all_gather", float(n), float(wire_bytes("all_gather", n, size))) for n in passed)
+                sent = tuple(("all_reduce", float(n), float(wire_bytes("all_reduce", n, size))) for n in passed)
                 if size > 1 and sent:
                     found.append(Sent(place, first, 0.0, level, size, sent, 0, False))
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from operator import attrgetter
@@ -14,6 +15,11 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+
+from laconic.torch_private.addresses import AddressStore
+
+_address_stores: weakref.WeakKeyDictionary[ProcessGroup, AddressStore] = weakref.WeakKeyDictionary()
+"""Kept as long as the group: gloo holds only the C++ part of a store, and may connect to some workers later."""
 
 
 def ordered_by_stream(group: ProcessGroup, device: torch.device | None = None) -> bool:
@@ -31,15 +37,26 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str:
 
 
 def second_group(group: ProcessGroup) -> ProcessGroup:
-    """Make a second group of the same workers and backends; only they need to take part."""
-    return new_group(dist.get_process_group_ranks(group), dist.get_backend(group), _timeout_of(group))
+    """Make a second group of the same workers and backends; only they need to take part.
+
+    Of gloo groups, the first carries the addresses of the second. Other backends use the store in ways of their own.
+    """
+    backend = dist.get_backend(group)
+    addresses = AddressStore(group) if backend == "gloo" else None
+    made = new_group(dist.get_process_group_ranks(group), backend, _timeout_of(group), addresses)
+    if addresses is not None:
+        _address_stores[made] = addresses
+    return made
 
 
-def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None = None) -> ProcessGroup:
+def new_group(
+    ranks: Sequence[int], backend: str, timeout: timedelta | None = None, addresses: Store | None = None
+) -> ProcessGroup:
     """Make a group of these workers, of which only they need to take part, under a name that none has had before.
 
     The name that torch gives such a group depends on how many groups there are. So it comes back when a group was
-    destroyed, and the store still has the addresses of the old one.
+    destroyed, and the store still has the addresses of the old one. `addresses` is the store in which the workers look
+    for each other; by default that of the default group.
     """
     c10d, store, rank = dist.distributed_c10d, default_store(), dist.get_rank()
     members = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
@@ -50,7 +67,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None = No
         list(ranks).index(rank),
         list(ranks),
         kind,
-        store,
+        addresses or store,
         f"laconic-{members}-{count}",  # type: ignore[arg-type]  # a NewType of torch, which older versions lack
         timeout=timeout or c10d._get_default_timeout(kind),
     )

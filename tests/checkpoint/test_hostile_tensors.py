@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from laconic.checkpoint import CheckpointError
 from laconic.checkpoint.files import read_worker_file, write_worker_file
@@ -88,7 +91,10 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "bool": (header(w([True, 4], [0, 16])), JSON),
     "unknown dtype": (header(w([4], [0, 16], dtype="object")), JSON),
     "half a byte": (header(w([3], [0, 1], dtype="F4"), data=b"x"), "does not end up at a byte boundary"),
-    "dtype without a torch dtype": (header(w([4], [0, 3], dtype="F6_E2M3"), data=b"xxx"), "Dtype not understood"),
+    "dtype without a torch dtype": (
+        header(w([4], [0, 3], dtype="F6_E2M3"), data=b"xxx"),
+        "has the dtype F6_E2M3, which no checkpoint has",
+    ),
     "metadata a number": (header({"__metadata__": {"state": 1}} | w([4], [0, 16])), JSON),
     "no state": (header({"__metadata__": {}} | w([4], [0, 16])), "its state is not valid JSON"),
     "another name": (header({"v": w([4], [0, 16])["w"]}), "it has no tensor 'w'"),
@@ -111,10 +117,16 @@ def test_a_file_that_is_truncated_while_it_is_read_is_an_error(tmp_path, monkeyp
     path = tmp_path / "x"
     record = write_worker_file(path, {"tensor": "a"}, {"a": torch.zeros(1000)})
 
-    def cut(*args: object) -> Any:
-        os.truncate(path, 200)
-        return {"tensor": "a"}
+    @contextmanager
+    def cut(*args: Any, **options: Any) -> Iterator[Any]:
+        with safe_open(*args, **options) as opened:
+            os.truncate(path, 200)
+            yield opened
 
-    monkeypatch.setattr("laconic.checkpoint.files._parse_json", cut)
-    with pytest.raises(CheckpointError, match=r"x cannot be read: .*failed to fill whole buffer"):
+    monkeypatch.setattr("laconic.checkpoint.tensor_file.safe_open", cut)
+    with pytest.raises(CheckpointError, match=r"x has 200 bytes, but manifest.json lists \d+: its bytes are not those"):
         read_worker_file(path, record)
+    record = write_worker_file(tmp_path / "y", {"tensor": "a"}, {"a": torch.zeros(1000)})
+    path = tmp_path / "y"
+    with pytest.raises(CheckpointError, match=r"y cannot be read: it ends \d+ bytes before its last tensor does"):
+        read_worker_file(path)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 import laconic
 from laconic import LostWorkerError
 from laconic.comm.timeout import SLICE, CollectiveTimeout, check_timeout_s
+from laconic.torch_private.distributed import default_store
+from tests.counting import CountingStore
 
 
 class Work(dist.Work):
@@ -66,3 +69,19 @@ def test_a_timeout_that_is_not_a_number_of_seconds_is_refused(timeout_s: Any) ->
 @pytest.mark.parametrize("timeout_s", [None, 1, 0.5, 10**9])
 def test_other_timeouts_are_accepted(timeout_s: float | None) -> None:
     check_timeout_s(timeout_s)
+
+
+def test_naming_a_lost_worker_takes_few_calls_of_the_store(monkeypatch):
+    """Every worker does it at once: a call for each worker would be workers² calls."""
+    monkeypatch.setattr("laconic.comm.timeout.RESPONSE_S", 0.0)
+    store = CountingStore(HashStore())
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 64, group_name="many")
+    for worker in set(range(1, 64)) - {41}:
+        PrefixStore("laconic/many", default_store()).set(f"here/{worker}", "")
+    store.calls.clear()
+    with pytest.raises(LostWorkerError) as lost:
+        CollectiveTimeout(group).wait(Work("Connection closed by peer"), "step 1")
+    dist.destroy_process_group()
+    assert lost.value.missing == [41]
+    assert store.calls.total() < 20

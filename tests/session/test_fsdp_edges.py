@@ -70,13 +70,14 @@ def _count(worker: int) -> None:
         model, optimizer, session = attached("diloco(period=3, lr=0.7, momentum=0.9, codec=Exact())", way, mesh)
         assert session is not None
         first = session.ledger.collectives
-        assert counted.restart() == {"all_gather": first}, "when attaching"
+        # Beside what the ledger has: the addresses of the process group that the queue makes.
+        assert counted.restart() == {"all_reduce": first, "all_gather": 2}, "when attaching"
         steps(model, optimizer, worker, 6)
         assert session.ledger.totals(by="phase")["weights"].collectives == 2
         assert all(e.payload_bytes <= 8 * 64 for e in session.ledger.entries if e.phase == "control")
         assert counted.elements["all_reduce"] == shards(model).numel()
         # A header before and a digest after each of the two rounds.
-        assert counted.restart() - of_fsdp == {"all_reduce": 2, "all_gather": 4}
+        assert counted.restart() - of_fsdp == {"all_reduce": 2 + 4}
 
 
 def test_nothing_is_gathered_but_by_fsdp_itself():
