@@ -29,10 +29,11 @@ def orthonormal(x: Tensor) -> Tensor:
     largest = x.abs().amax(dim=-2, keepdim=True)
     x = x / torch.where(largest > 0, largest, 1.0)
     # Householder reflections are orthogonal for any input, so rank deficiency does no harm.
+    q: Tensor
     if x.device.type == "cpu":  # as `qr`, which also computes R
-        q: Tensor = torch.linalg.householder_product(*torch.geqrf(x))
-        return q
-    q = torch.linalg.qr(x).Q
+        q = torch.linalg.householder_product(*torch.geqrf(x))
+    else:
+        q = torch.linalg.qr(x).Q
     return q
 
 

@@ -47,11 +47,11 @@ def dense_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor]
     own = reduced.own() if keep else {}
     for name in tensors:
         p, q = (fixed[name], mean[name]) if sends_q else (mean[name], fixed[name])
-        own_p, own_q = (p, own.get(name, q)) if sends_q else (own.get(name, p), q)
-        thin, own_thin = q.T.contiguous(), own_q.T.contiguous()  # [rank, columns]
+        sent_p, sent_q = (p, own.get(name, q)) if sends_q else (own.get(name, p), q)
+        thin, sent_thin = q.T.contiguous(), sent_q.T.contiguous()  # [rank, columns]
         for rows in _blocks(m[name]):
             if keep:
-                _low_rank(own_p[rows], own_thin, e[name][rows], taken_from=m[name][rows])
+                _low_rank(sent_p[rows], sent_thin, e[name][rows], taken_from=m[name][rows])
             _low_rank(p[rows], thin, m[name][rows])
     if keep:
         residual.update(old)
