@@ -28,12 +28,9 @@ def orthonormal(x: Tensor) -> Tensor:
     # Divide each column by its largest entry: in fp32 the square of 1e-20 underflows and that of 1e20 overflows.
     largest = x.abs().amax(dim=-2, keepdim=True)
     x = x / torch.where(largest > 0, largest, 1.0)
-    # Householder reflections are orthogonal for any input, so rank deficiency does no harm.
-    q: Tensor
-    if x.device.type == "cpu":  # as `qr`, which also computes R
-        q = torch.linalg.householder_product(*torch.geqrf(x))
-    else:
-        q = torch.linalg.qr(x).Q
+    # Householder reflections are orthogonal for any input, so rank deficiency does no harm. `qr` also computes R.
+    is_cpu = x.device.type == "cpu"
+    q: Tensor = torch.linalg.householder_product(*torch.geqrf(x)) if is_cpu else torch.linalg.qr(x).Q
     return q
 
 
