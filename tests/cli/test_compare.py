@@ -49,7 +49,7 @@ def test_compare(outside, tiny, tmp_path):
     path = tmp_path / "out.json"
     ended = compare(outside, tiny, ["ddp()", LOCAL], path)
     ddp, local = json.loads(path.read_text())
-    assert ddp["sent_bytes"] == 8 * 4 * ddp["parameters"] + 40  # 40 for the handshake
+    assert ddp["sent_bytes"] == 8 * 4 * ddp["parameters"] + 48  # 48 for the handshake
     assert local["sent_bytes"] * 3 < ddp["sent_bytes"]
     assert path.stat().st_mode & 0o044 == 0o044  # like any file, though it began as a private temporary one
     assert list(tmp_path.iterdir()) == [path]

@@ -74,7 +74,7 @@ def test_a_run_ends_with_an_outcome_and_no_processes(tmp_path):
     before, environ = descendants(os.getpid()), dict(os.environ)
     outcome = launch(TINY, tmp_path)
     assert (outcome.plan, outcome.steps, outcome.workers) == ("ddp()", 3, 2)
-    assert outcome.sent_bytes == 3 * 4 * outcome.parameters + 40  # 40 for the handshake
+    assert outcome.sent_bytes == 3 * 4 * outcome.parameters + 48  # 48 for the handshake
     assert outcome.loss_final < outcome.loss_start
     assert outcome.wire_bytes_by_worker == (outcome.wire_bytes,) * 2
     assert outcome.waiting_seconds is not None
