@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,10 @@ def hivemind_local_updates(host: Host, period: int, matchmaking_s: float) -> Tra
     Its workers are not in step with each other. They validate when an epoch ends, which they do together.
     """
     import hivemind
+    from hivemind.compression import quantization
+
+    # it calls int() on an array of one number, which numpy 2.4 refuses: no average would ever arrive
+    vars(quantization)["int"] = lambda number: np.asarray(number).item()
 
     def dht(initial_peers: list[str]) -> Any:
         return hivemind.DHT(host_maddrs=[f"/ip4/{host.address}/tcp/0"], initial_peers=initial_peers, start=True)
@@ -149,14 +154,25 @@ class Packer:
         return torch.from_numpy(np.unpackbits(packed.numpy())).float() * 2 - 1
 
 
+def gather_scales(gathered: list[Tensor], own: Tensor, group: Any) -> object:
+    """Return what all_gather does, of a tensor in the shape of those that it is gathered into."""
+    return torch.distributed.all_gather(gathered, own.reshape(gathered[0].shape), group=group)
+
+
 def deepspeed_one_bit_adam(host: Host, freeze: int) -> Training:
-    """Return DeepSpeed's 1-bit Adam over its "compressed" back end, with `Packer` for its missing extension."""
+    """Return DeepSpeed's 1-bit Adam over its "compressed" back end, with `Packer` for its missing extension.
+
+    gloo, other than NCCL, gathers a number without dimensions into such numbers alone.
+    """
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     from deepspeed.runtime.comm import compressed
 
     compressed.PackbitsBuilder = Packer
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for minutes, and hosts share no memory
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # it would compile for minutes, and hosts share no memory
+    )
+    vars(compressed)["dist"] = SimpleNamespace(**{**vars(deepspeed.comm), "all_gather": gather_scales})
     adam = {"lr": host.settings.lr, "betas": [0.9, 0.95], "weight_decay": 0.01}
     config = {
         "train_micro_batch_size_per_gpu": host.settings.batch,
