@@ -41,7 +41,6 @@ from laconic.compare.slow_link import PROGRAM, SlowLink, slow_link
 WORKER = Path(__file__).parent / "contestants" / "worker.py"
 UNTIL_LOSS = 2.08  # as in docs/compare.md
 STEPS = 300  # the learning rate follows them, as in `laconic compare`
-SECONDS, SECONDS_OF_DDP = 150.0, 420.0  # of training; DDP is what all are compared with
 STARTUP_S = 120.0  # at most, before and after training; then the run is stopped
 QUICK = ("alone", "torch PowerSGD, rank 8, fp16", "frugal(bytes='120x')")
 
@@ -95,8 +94,7 @@ def run_all(contestants: list[Contestant], links: list[str], given: argparse.Nam
     for link in links:
         for contestant in contestants:
             for seed in given.seeds:
-                seconds = SECONDS_OF_DDP if contestant.name == "torch DDP" else SECONDS
-                goal = Goal(contestant.name, seed, STEPS, seconds, given.until_loss)
+                goal = Goal(contestant.name, seed, STEPS, contestant.seconds, given.until_loss)
                 like = [run for run in known if (run.link, run.goal) == (link, goal)]
                 done.append(like[0] if like else run_one(contestant, goal, link, given.hosts))
                 print(tables.line(done[-1]), file=sys.stderr, flush=True)

@@ -20,6 +20,7 @@ from laconic.compare.lab.tasks import Batch, loss_of
 from laconic.compare.progress import VALIDATE_EVERY
 from laconic.compare.settings import Settings
 
+SECONDS = 100.0
 SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 
 
@@ -111,4 +112,5 @@ class Contestant:
     settings: str
     build: Callable[[Host], Training]
     needs: str = "torch"
+    seconds: float = SECONDS  # of training, at most
     swept: bool = False  # a setting that was tried and is not the best one: left out of a plain run

@@ -27,32 +27,32 @@ def _post_local(period: int, swept: bool) -> Contestant:
 def _accelerate(period: int, swept: bool) -> Contestant:
     build = partial(others.accelerate_local_sgd, period=period)
     settings = f"LocalSGD(local_sgd_steps={period})"
-    return Contestant(f"accelerate LocalSGD, {period}", "peer", settings, build, "accelerate", swept)
+    return Contestant(f"accelerate LocalSGD, {period}", "peer", settings, build, "accelerate", swept=swept)
 
 
 def _torchft_local(period: int, swept: bool) -> Contestant:
     build = partial(others.torchft_local_sgd, period=period)
     settings = f"LocalSGD(sync_every={period}), lighthouse and managers over the link, init_sync=False"
-    return Contestant(f"torchft LocalSGD, {period}", "peer", settings, build, "torchft", swept)
+    return Contestant(f"torchft LocalSGD, {period}", "peer", settings, build, "torchft", swept=swept)
 
 
 def _torchft_diloco(period: int, lr: float, momentum: float, swept: bool) -> Contestant:
     build = partial(others.torchft_diloco, period=period, lr=lr, momentum=momentum)
     source = "its example's" if (lr, momentum) == (0.7, 0.9) else "tuned"
     settings = f"DiLoCo(sync_every={period}), outer SGD lr {lr}, Nesterov {momentum} ({source})"
-    return Contestant(f"torchft DiLoCo, {period}, {lr}, {momentum}", "peer", settings, build, "torchft", swept)
+    return Contestant(f"torchft DiLoCo, {period}, {lr}, {momentum}", "peer", settings, build, "torchft", swept=swept)
 
 
 def _hivemind(period: int, swept: bool) -> Contestant:
     build = partial(others.hivemind_local_updates, period=period, matchmaking_s=3.0)
     settings = f"Optimizer: local updates, Uniform8BitQuantization, {period} steps an epoch, matchmaking_time=3"
-    return Contestant(f"hivemind 8-bit, {period}", "peer", settings, build, "hivemind", swept)
+    return Contestant(f"hivemind 8-bit, {period}", "peer", settings, build, "hivemind", swept=swept)
 
 
 def _deepspeed(freeze: int, swept: bool) -> Contestant:
     build = partial(others.deepspeed_one_bit_adam, freeze=freeze)
     settings = f"OneBitAdam(freeze_step={freeze}), back end 'compressed', numpy for its bit-packing extension"
-    return Contestant(f"DeepSpeed 1-bit Adam, {freeze}", "peer", settings, build, "deepspeed", swept)
+    return Contestant(f"DeepSpeed 1-bit Adam, {freeze}", "peer", settings, build, "deepspeed", swept=swept)
 
 
 def _ours(plan: str, settings: str) -> Contestant:
@@ -61,23 +61,24 @@ def _ours(plan: str, settings: str) -> Contestant:
 
 CONTESTANTS = (
     Contestant("alone", "baseline", "no communication; each worker's own loss", torch_own.alone),
-    Contestant("torch DDP", "peer", "as it is, one bucket", torch_own.ddp),
-    Contestant("torch DDP, bf16", "peer", "bf16_compress_hook", torch_own.bf16),
-    _power_sgd(4, start=2, fp16=False, swept=False),
+    Contestant("torch DDP", "peer", "as it is, one bucket", torch_own.ddp, seconds=420.0),
+    Contestant("torch DDP, bf16", "peer", "bf16_compress_hook", torch_own.bf16, seconds=200.0),
+    _power_sgd(4, start=2, fp16=False, swept=True),
     _power_sgd(4, start=2, fp16=True, swept=False),
     _power_sgd(8, start=2, fp16=True, swept=False),
-    _power_sgd(16, start=2, fp16=True, swept=False),
+    _power_sgd(16, start=2, fp16=True, swept=True),
     _power_sgd(4, start=30, fp16=True, swept=True),
-    _post_local(4, swept=True),
-    _post_local(8, swept=False),
+    _post_local(8, swept=True),
     _post_local(16, swept=False),
     _post_local(32, swept=True),
-    _accelerate(8, swept=False),
-    _accelerate(16, swept=False),
-    _torchft_local(8, swept=True),
-    _torchft_local(16, swept=False),
+    _post_local(64, swept=False),
+    _accelerate(8, swept=True),
+    _accelerate(16, swept=True),
+    _accelerate(64, swept=False),
+    _torchft_local(16, swept=True),
+    _torchft_local(64, swept=False),
     _torchft_diloco(100, 0.7, 0.9, swept=True),
-    _torchft_diloco(16, 0.7, 0.9, swept=False),
+    _torchft_diloco(16, 0.7, 0.9, swept=True),
     _torchft_diloco(16, 0.9, 0.5, swept=False),
     Contestant(
         "torchft Streaming DiLoCo, 20",
@@ -88,13 +89,13 @@ CONTESTANTS = (
     ),
     _hivemind(32, swept=False),
     _hivemind(100, swept=True),
-    _deepspeed(10, swept=False),
-    _deepspeed(30, swept=True),
+    _deepspeed(10, swept=True),
+    _deepspeed(45, swept=False),
     _ours("frugal(bytes='120x')", "2-bit weight deltas with error feedback, streamed in fragments, period 8"),
     _ours("frugal(bytes='60x')", "the same, period 4"),
     _ours("power_sgd(rank=20)", "factors of rank 20 in 4 bits with error feedback"),
     _ours("quantized_ddp(bits=4)", "gradients in 4 bits with error feedback"),
-    _ours("post_local_sgd(period=8)", "weights every 8 steps, fp32"),
     _ours("post_local_sgd(period=16)", "weights every 16 steps, fp32"),
+    _ours("post_local_sgd(period=64)", "weights every 64 steps, fp32"),
 )
 BY_NAME = {each.name: each for each in CONTESTANTS}

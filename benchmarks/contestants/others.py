@@ -89,7 +89,10 @@ def torchft_diloco(
         fragment_sync_delay=delay,
         fragment_update_alpha=alpha,
     ).__enter__()
-    return replace(training, close=lambda: (manager.shutdown(wait=False), servers))
+    # A fragment that is in flight would travel while the clock of validation stands still: wait for its end.
+    each = period // len(parts)
+    due = (lambda step: step % each == 0) if delay else training.is_due
+    return replace(training, is_due=due, close=lambda: (manager.shutdown(wait=False), servers))
 
 
 def hivemind_local_updates(host: Host, period: int, matchmaking_s: float) -> Training:
