@@ -9,7 +9,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 
 from contestants.contract import Host, Training
 
@@ -41,6 +40,8 @@ def power_sgd(host: Host, rank: int, start: int, fp16: bool) -> Training:
 
 def post_local_sgd(host: Host, period: int, start: int) -> Training:
     """DDP for `start` steps, then averages of the weights alone: each machine has one worker."""
+    from torch.distributed.optim import PostLocalSGDOptimizer  # a module that warns of itself
+
     model, training = host.ddp()
     state = PostLocalSGDState(dist.group.WORLD, None, start, post_local_gradient_allreduce=False)
     model.register_comm_hook(state, post_localSGD_hook)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,10 @@ import pytest
 from laconic.compare.launch import launch
 from laconic.compare.settings import Settings
 
+pytestmark = [  # torch's launcher leaves the logs of workers open
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STEPS = 10
 
@@ -30,6 +35,7 @@ def test_the_loop_is_the_training_of_the_lab(peers, tmp_path):
     points = peers.read_points(tmp_path)
     assert [(p.step, round(p.loss, 5)) for p in points] == [(p.step, p.loss) for p in lab.validations]
     assert [p.ended for p in points] == ["", "steps"]
+    gc.collect()  # while the warnings of those logs are ignored
 
 
 def test_a_contestant_that_is_not_installed_is_a_row_with_its_message(peers):
