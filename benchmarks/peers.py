@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from laconic.compare.failures import CONSEQUENCES, last_error, read_log
 from laconic.compare.folders import run_folder
-from laconic.compare.launch import environment, run_elastic, stoppable
+from laconic.compare.launch import Stopped, environment, run_elastic, stoppable
 from laconic.compare.links import link as parse_link
 from laconic.compare.settings import path_option
 from laconic.compare.slow_link import PROGRAM, SlowLink, slow_link
@@ -79,8 +79,11 @@ def main() -> None:
         print("\n".join(f"{c.name:32} {c.kind:8} {c.settings}{' (swept)' * c.swept}" for c in contestants))
         return
     links = given.links[:1] if given.quick else given.links
-    with stoppable():
-        runs = run_all(contestants, links, given)
+    try:
+        with stoppable():
+            runs = run_all(contestants, links, given)
+    except Stopped as stopped:
+        raise SystemExit(f"stopped by {stopped}; the same command with the same --json goes on") from None
     print(tables.ratios(runs) if given.quick else tables.page(runs, given.until_loss))
     if given.png is not None:
         tables.draw(runs, given.until_loss, given.png)

@@ -30,6 +30,13 @@ def bf16(host: Host) -> Training:
     return training
 
 
+def fp16(host: Host) -> Training:
+    """DDP with gradients in fp16."""
+    model, training = host.ddp()
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return training
+
+
 def power_sgd(host: Host, rank: int, start: int, fp16: bool) -> Training:
     """DDP with torch's PowerSGD hook."""
     model, training = host.ddp()
