@@ -55,8 +55,8 @@ def _deepspeed(freeze: int, swept: bool) -> Contestant:
     return Contestant(f"DeepSpeed 1-bit Adam, {freeze}", "peer", settings, build, "deepspeed", swept=swept)
 
 
-def _ours(plan: str, settings: str) -> Contestant:
-    return Contestant(plan, "ours", settings, partial(ours.attached, plan=plan))
+def _ours(plan: str, settings: str, swept: bool = False) -> Contestant:
+    return Contestant(plan, "ours", settings, partial(ours.attached, plan=plan), swept=swept)
 
 
 CONTESTANTS = (
@@ -98,6 +98,6 @@ CONTESTANTS = (
     _ours("power_sgd(rank=20)", "factors of rank 20 in 4 bits with error feedback"),
     _ours("quantized_ddp(bits=4)", "gradients in 4 bits with error feedback"),
     _ours("post_local_sgd(period=16)", "weights every 16 steps, fp32"),
-    _ours("post_local_sgd(period=64)", "weights every 64 steps, fp32"),
+    _ours("post_local_sgd(period=64)", "weights every 64 steps, fp32", swept=True),
 )
 BY_NAME = {each.name: each for each in CONTESTANTS}
