@@ -5,9 +5,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.laconic-installed
 FRAMEWORKS := .venv-frameworks
 DOCS   := .venv-docs
+BENCH  := .venv-bench
 SITE   := build/site
 
-.PHONY: compare test test-all frameworks nightly bench docs lint types clean
+.PHONY: compare test test-all frameworks nightly bench docs peers lint types clean
 .DELETE_ON_ERROR:
 
 compare: $(STAMP)
@@ -37,6 +38,11 @@ docs: $(DOCS)/.laconic-installed
 	$(DOCS)/bin/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -d build/doctrees docs $(SITE)
 	LACONIC_SITE=$(SITE) $(DOCS)/bin/python -m pytest tests/docs/test_site.py tests/docs/test_publishing.py
 
+# Every peer beside laconic over real links, in an environment of their own: under 40 minutes on 2 cores.
+peers: $(BENCH)/.laconic-installed
+	@mkdir -p build
+	$(BENCH)/bin/python benchmarks/peers.py --json build/peers.json --png build/peers.png
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,6 +54,7 @@ types: $(STAMP)
 $(STAMP): EXTRA := dev
 $(FRAMEWORKS)/.laconic-installed: EXTRA := frameworks
 $(DOCS)/.laconic-installed: EXTRA := docs
+$(BENCH)/.laconic-installed: EXTRA := bench
 %/.laconic-installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "laconic needs Python 3.11 or newer, and $(PYTHON) is older. Try: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2; }
@@ -56,4 +63,4 @@ $(DOCS)/.laconic-installed: EXTRA := docs
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) $(BENCH) build .pytest_cache .mypy_cache .ruff_cache

@@ -8,7 +8,7 @@ their own weights back afterwards, bit for bit. The time of it does not count. S
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -64,7 +64,13 @@ def mean_weights(session: Session, group: dist.ProcessGroup | None) -> Iterator[
     if group is None or not plan.local or isinstance(plan.schedule, Never) or session.step < plan.schedule.start:
         yield  # all workers have the same weights, or each has its own for good
         return
-    tensors = [local(t) for t in (*session.parameters.values(), *session.buffers.values())]
+    with mean_of([local(t) for t in (*session.parameters.values(), *session.buffers.values())], group):
+        yield
+
+
+@contextmanager
+def mean_of(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[None]:
+    """Let tensors hold their mean over all workers while the block runs, then this worker's own values, bit for bit."""
     before = [t.clone() for t in tensors]
     with torch.no_grad():
         for t in tensors:
