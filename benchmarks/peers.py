@@ -42,7 +42,7 @@ WORKER = Path(__file__).parent / "contestants" / "worker.py"
 UNTIL_LOSS = 2.08  # as in docs/compare.md
 STEPS = 300  # the learning rate follows them, as in `laconic compare`
 STARTUP_S = 120.0  # at most, before and after training; then the run is stopped
-QUICK = ("alone", "torch PowerSGD, rank 8, fp16", "frugal(bytes='120x')")
+QUICK = ("alone", "torchft LocalSGD, 64", "frugal(bytes='120x')")
 
 
 class OutOfTime(BaseException):

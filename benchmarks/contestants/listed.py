@@ -59,6 +59,8 @@ def _ours(plan: str, settings: str, swept: bool = False) -> Contestant:
     return Contestant(plan, "ours", settings, partial(ours.attached, plan=plan), swept=swept)
 
 
+OVERLAPPED = "Plan(Streaming(4, 4, delay=1), ErrorFeedback(Quantized(2)))"
+
 CONTESTANTS = (
     Contestant("alone", "baseline", "no communication; each worker's own loss", torch_own.alone),
     Contestant("torch DDP", "peer", "as it is, one bucket", torch_own.ddp, seconds=420.0),
@@ -94,6 +96,7 @@ CONTESTANTS = (
     _deepspeed(45, swept=False),
     _ours("frugal(bytes='120x')", "2-bit weight deltas with error feedback, streamed in fragments, period 8"),
     _ours("frugal(bytes='60x')", "the same, period 4"),
+    _ours(OVERLAPPED, "the same, each fragment sent while the next step is computed"),
     _ours("diloco()", "2-bit weight deltas with error feedback, every 16 steps"),
     _ours("power_sgd(rank=20)", "factors of rank 20 in 4 bits with error feedback"),
     _ours("quantized_ddp(bits=4)", "gradients in 4 bits with error feedback"),

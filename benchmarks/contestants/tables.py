@@ -130,6 +130,14 @@ def ratios(runs: list[Run]) -> str:
     return "\n".join(lines)
 
 
+def _why_not(runs: list[Run], name: str, link: str) -> str:
+    """Why there is no bar for a contestant on a link."""
+    here = [run for run in runs if (run.goal.name, run.link) == (name, link)]
+    if not here:
+        return "not run"
+    return "failed" if any(run.error for run in here) else "not reached"
+
+
 def draw(runs: list[Run], until_loss: float, file: Path) -> None:
     """Draw the seconds to the target as bars, a panel for each link. What did not reach it has a mark."""
     import matplotlib
@@ -148,10 +156,13 @@ def draw(runs: list[Run], until_loss: float, file: Path) -> None:
         panel.set_xscale("log")
         low, high = min(seconds.values(), default=1) / 2, max(seconds.values(), default=1) * 2
         panel.set_xlim(low, high)
+        ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if low <= tick <= high]
+        panel.set_xticks(ticks, [str(tick) for tick in ticks])
+        panel.minorticks_off()
         for place, name in enumerate(names):
-            text = f" {seconds[name]:.1f}" if name in seconds else " not reached"
+            text = f" {seconds[name]:.1f}" if name in seconds else f" {_why_not(runs, name, link)}"
             panel.text(seconds.get(name, low), place, text, va="center", fontsize=8)
-        panel.set_title(f"{link}, {len(names)} contestants", fontsize=10)
+        panel.set_title(link, fontsize=10)
         panel.set_xlabel(f"seconds until validation loss {until_loss:g}")
         panel.spines[["top", "right"]].set_visible(False)
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[kind]) for kind in COLOURS]
