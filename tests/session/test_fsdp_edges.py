@@ -71,7 +71,7 @@ def _count(worker: int) -> None:
         assert session is not None
         first = session.ledger.collectives
         # Beside what the ledger has: the addresses of the process group that the queue makes.
-        assert counted.restart() == {"all_reduce": first, "all_gather": 2}, "when attaching"
+        assert counted.restart() == {"all_reduce": first}, "when attaching"
         steps(model, optimizer, worker, 6)
         assert session.ledger.totals(by="phase")["weights"].collectives == 2
         assert all(e.payload_bytes <= 8 * 64 for e in session.ledger.entries if e.phase == "control")
