@@ -70,7 +70,6 @@ def _count(worker: int) -> None:
         model, optimizer, session = attached("diloco(period=3, lr=0.7, momentum=0.9, codec=Exact())", way, mesh)
         assert session is not None
         first = session.ledger.collectives
-        # Beside what the ledger has: the addresses of the process group that the queue makes.
         assert counted.restart() == {"all_reduce": first}, "when attaching"
         steps(model, optimizer, worker, 6)
         assert session.ledger.totals(by="phase")["weights"].collectives == 2
