@@ -85,10 +85,10 @@ class Trainer:
             self.schedulers = [torch.optim.lr_scheduler.LambdaLR(each, ratio[0]) for each in self.optimizers]
 
     def _attach(self, plan: str) -> None:
-        self._ddp_before = self._ddp_sequence()
         self.wire.sent, self.wire.collectives = 0.0, 0
         scaler = self.scaler if self.setup.amp else None
         self.session = laconic.attach(PLANS[plan].plan, self.model, self.optimizers, timeout_s=TIMEOUT_S, scaler=scaler)
+        self._ddp_before = self._ddp_sequence()  # in which the session's own group has exchanged addresses
         self.handles = [each.register_step_pre_hook(self._note_delivered) for each in self.optimizers]
 
     def detach(self) -> None:
@@ -234,7 +234,7 @@ class Trainer:
 
     def refused(self, kind: str) -> str:
         """Attach what cannot be right to another model; return the error's class. The optimizer must work after it."""
-        counted = self.wire.sent, self.wire.collectives
+        counted, before = (self.wire.sent, self.wire.collectives), self._ddp_sequence()
         net = Net(frozenset(), seed=0)
         optimizer = optimizer_of("sgd", net.parameters())
         plan = laconic.power_sgd(rank=1 + (self.worker == 0))
@@ -250,6 +250,7 @@ class Trainer:
         loss_of(net, 0, self.worker, 0, 0, False, torch.float32).backward()
         optimizer.step()
         self.wire.sent, self.wire.collectives = counted  # another session's
+        self._ddp_before += self._ddp_sequence() - before
         return error
 
     def report(self) -> Report:
