@@ -92,7 +92,7 @@ def _resumed(worker: int) -> dict[str, list[bool]]:
     return results
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_resumed_runs_are_bit_identical(workers):
     for results in run_workers(_resumed, workers, timeout_s=120):
         for method, (resumed, unpickled, stateless) in results.items():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_train_under_torchrun(outside, tiny, tmp_path):
     path = tmp_path / "out.json"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

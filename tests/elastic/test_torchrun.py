@@ -197,7 +197,7 @@ def test_the_example_runs_by_hand(tmp_path):
         assert re.fullmatch(rf"step {steps}, 2 workers: loss \d\.\d+\n", first) and second == ""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_runs_under_torchrun(tmp_path):
     with Agents(tmp_path / "logs", workers_each=2) as agents:
         for name in ("a", "b"):

@@ -28,7 +28,7 @@ def test_workers_here(outside, tmp_path):  # noqa: F811
     assert "100% done" in ended.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_under_torchrun(outside, tmp_path):  # noqa: F811
     path = tmp_path / "probe.json"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
