@@ -15,8 +15,8 @@ written:
 
 On a CPU, DDP with `--workers` gloo workers runs each hook in turn with a no-op hook (powersgd.py). A cost is the time
 over the no-op hook, as a ratio to torch's `quantization_pertensor_hook`, which sends 8 bits. All have one bucket: over
-gloo torch's hooks hang with several. They also fail there (`IndexError`), because they expect the futures of NCCL, which
-this script makes for them.
+gloo torch's hooks hang with several. They also fail there (`IndexError`), because they expect the futures of NCCL,
+which this script makes for them.
 """
 
 from __future__ import annotations
