@@ -80,7 +80,7 @@ def read_worker_file(path: Path, expected: FileRecord | None = None, *, discard_
 
 
 def _state(metadata: Mapping[str, str], tensors: dict[str, Tensor]) -> Any:
-    """Return the state that the skeleton in the metadata makes of the tensors, each of which it uses once."""
+    """Build the state from the skeleton in the metadata. It must use each tensor exactly once."""
 
     def take(name: str) -> Tensor:
         if name not in tensors:

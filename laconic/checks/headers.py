@@ -81,7 +81,7 @@ class Header:
 class Headers:
     """The headers of all workers, in their order; step, plan and model are the same in all.
 
-    Where all workers have stated the same, who was asked to stop, and who is the slowest, is not told: all are.
+    Where all workers state the same, `stop` and `step_ms` of every header are the largest of all workers.
     """
 
     all: tuple[Header, ...]

@@ -22,7 +22,7 @@ from laconic.checks.errors import LostWorkerError
 from laconic.checks.outliers import names
 from laconic.comm.lockstep import in_turn, lockstep
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import AllToAll, Exchange, First, Gather, Max, Mean, operation, payload_bytes
+from laconic.comm.requests import Exchange, Request, operation, payload_bytes
 from laconic.comm.ring import gloo_mean
 from laconic.comm.running import Batch, Running
 from laconic.ledger import Ledger
@@ -234,7 +234,7 @@ class InProcessQueue(CollectiveQueue):
                 running.batch.one_ended()
                 return running.result
             answer = yield request
-            if isinstance(request, Mean | Gather | AllToAll | First | Max) and self.workers > 1:
+            if isinstance(request, Request) and self.workers > 1:
                 running.request, running.launched_s = request, time.perf_counter()
                 running.round += 1
                 running.record(self.ledger, self.rank, self.workers, self.level)

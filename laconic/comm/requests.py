@@ -65,8 +65,8 @@ class First:
 class Max:
     """The largest of every worker's `x`, element by element. The result may reuse the memory of `x`.
 
-    For what workers tell each other: gloo passes a few numbers around a ring twice, while every worker's row of a
-    `Gather` passes every worker.
+    For control data, such as headers: with gloo its packets grow with the number of workers, those of a `Gather` with
+    its square.
     """
 
     x: Tensor

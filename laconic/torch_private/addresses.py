@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 
 class AddressStore(Store):
-    """A store of which every worker of `group` calls `set` as often as the others, with a key of its own."""
+    """A store for the workers of `group`: each calls `set` equally often, with its own key."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
