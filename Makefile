@@ -31,7 +31,7 @@ bench: $(STAMP)
 
 # With the real Lightning, Accelerate, transformers, Ray and loggers, in an environment of their own.
 frameworks: $(FRAMEWORKS)/.laconic-installed
-	$(FRAMEWORKS)/bin/python -m pytest -m frameworks -o filterwarnings=default tests/integrations
+	$(FRAMEWORKS)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m frameworks -o filterwarnings=default tests/integrations
 
 # The site, in an environment of its own: build/site/index.html. A warning is an error, and every link is followed.
 docs: $(DOCS)/.laconic-installed

@@ -26,7 +26,7 @@ from types import FrameType
 
 from contestants import tables
 from contestants.contract import Contestant
-from contestants.listed import BY_NAME, CONTESTANTS
+from contestants.listed import CONTESTANTS, named
 from contestants.tables import Run
 from contestants.worker import POINTS, Goal, Point
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -37,12 +37,13 @@ from laconic.compare.launch import Stopped, environment, run_elastic, stoppable
 from laconic.compare.links import link as parse_link
 from laconic.compare.settings import path_option
 from laconic.compare.slow_link import PROGRAM, SlowLink, slow_link
+from laconic.plans.parse import PlanError
 
 WORKER = Path(__file__).parent / "contestants" / "worker.py"
 UNTIL_LOSS = 2.08  # as in docs/compare.md
 STEPS = 300  # the learning rate follows them, as in `laconic compare`
 STARTUP_S = 120.0  # at most, before and after training; then the run is stopped
-QUICK = ("alone", "torchft LocalSGD, 64", "frugal(bytes='120x')")
+QUICK = ("alone", "torchft LocalSGD, 64", "frugal(bytes='120x', delay=1)")
 
 
 class OutOfTime(BaseException):
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", default=["10mbit", "100mbit"])
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument(
-        "--contestants", nargs="+", metavar="NAME", help="default: all but those that --list calls swept"
+        "--contestants", nargs="+", metavar="NAME", help="default: all but those that --list calls swept; any plan, too"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--until-loss", type=float, default=UNTIL_LOSS)
@@ -69,12 +70,11 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print each contestant with its settings")
     given = parser.parse_args()
     chosen = list(QUICK) if given.quick else given.contestants
-    unknown = [name for name in chosen or () if name not in BY_NAME]
-    if unknown:
-        raise SystemExit(f"--contestants {unknown[0]!r}: there is no such contestant. --list prints their names.")
-    contestants = (
-        [BY_NAME[name] for name in chosen] if chosen else [c for c in CONTESTANTS if given.sweep or not c.swept]
-    )
+    try:
+        contestants = [named(name) for name in chosen or ()]
+    except PlanError as error:
+        raise SystemExit(f"--contestants: {error} --list prints the contestants; any plan is one, too.") from None
+    contestants = contestants or [c for c in CONTESTANTS if given.sweep or not c.swept]
     if given.list:
         print("\n".join(f"{c.name:32} {c.kind:8} {c.settings}{' (swept)' * c.swept}" for c in contestants))
         return

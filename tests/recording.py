@@ -35,6 +35,7 @@ PLANS = (
     "diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())",
     'diloco(period=4, lr=0.7, momentum=0.9, codec=ByShape(ErrorFeedback(LowRank(rank=2))), optimizer_state="average")',
     "streaming_diloco(period=4, fragments=2, delay=1, lr=0.7, momentum=0.9, codec=Exact())",
+    "streaming_diloco(period=4, fragments=2, delay=1, lr=0.7, momentum=0.9, codec=Exact(), mix=0.5)",
     "qsr(growth=0.02, floor=3)",
     'Plan(schedule=Every(5), codec=ErrorFeedback(Cast("bf16")), outer=Optim("AdamW", {"lr": 0.01}))',
 )

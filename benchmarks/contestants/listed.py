@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import laconic
 from contestants import others, ours, torch_own
 from contestants.contract import Contestant
 
@@ -59,8 +60,6 @@ def _ours(plan: str, settings: str, swept: bool = False) -> Contestant:
     return Contestant(plan, "ours", settings, partial(ours.attached, plan=plan), swept=swept)
 
 
-OVERLAPPED = "Plan(Streaming(4, 4, delay=1), ErrorFeedback(Quantized(2)))"
-
 CONTESTANTS = (
     Contestant("alone", "baseline", "no communication; each worker's own loss", torch_own.alone),
     Contestant("torch DDP", "peer", "as it is, one bucket", torch_own.ddp, seconds=420.0),
@@ -95,8 +94,8 @@ CONTESTANTS = (
     _deepspeed(10, swept=True),
     _deepspeed(45, swept=False),
     _ours("frugal(bytes='120x')", "2-bit weight deltas with error feedback, streamed in fragments, period 8"),
-    _ours("frugal(bytes='60x')", "the same, period 4"),
-    _ours(OVERLAPPED, "the same, each fragment sent while the next step is computed"),
+    _ours("frugal(bytes='120x', delay=1)", "the same, each fragment sent while the next step is computed"),
+    _ours("frugal(bytes='60x')", "2-bit weight deltas with error feedback, streamed in fragments, period 4"),
     _ours("diloco()", "2-bit weight deltas with error feedback, every 16 steps"),
     _ours("power_sgd(rank=20)", "factors of rank 20 in 4 bits with error feedback"),
     _ours("quantized_ddp(bits=4)", "gradients in 4 bits with error feedback"),
@@ -104,3 +103,8 @@ CONTESTANTS = (
     _ours("post_local_sgd(period=64)", "weights every 64 steps, fp32", swept=True),
 )
 BY_NAME = {each.name: each for each in CONTESTANTS}
+
+
+def named(name: str) -> Contestant:
+    """Return the contestant of a name, which may also be any plan of ours."""
+    return BY_NAME[name] if name in BY_NAME else _ours(repr(laconic.plan(name)), "a plan of --contestants")

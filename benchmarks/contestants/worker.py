@@ -25,7 +25,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from contestants.contract import Host, Training
-from contestants.listed import BY_NAME
+from contestants.listed import named
 from laconic.compare.lab.script import lr_share
 from laconic.compare.lab.tasks import Task, make_task, validation_loss
 from laconic.compare.reporter import control_group, interface_bytes
@@ -67,7 +67,7 @@ def main(folder: Path, goal: Goal) -> None:
     settings = Settings(plan="ddp()", workers=dist.get_world_size(), steps=goal.steps, seed=goal.seed)
     task = make_task(settings)
     host = Host(dist.get_rank(), dist.get_world_size(), folder, control, settings, task.model)
-    training = BY_NAME[goal.name].build(host)
+    training = named(goal.name).build(host)
     with (folder / POINTS).open("a", buffering=1) if host.rank == 0 else nullcontext() as file:
         for point in run(host, task, training, goal):
             if file is not None:

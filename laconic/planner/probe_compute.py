@@ -77,8 +77,8 @@ def _weights_s(
     if plan.needs_anchor:
         here = {name: anchor[name] for name in weights}
         plan.outer.step(here, end.mean, state["outer"])
-        mix = plan.schedule.mix if isinstance(plan.schedule, Streaming) else 0.0
-        write(weights, here if not mix else {name: torch.lerp(a, weights[name], mix) for name, a in here.items()})
+        late = isinstance(plan.schedule, Streaming) and plan.schedule.delay
+        write(weights, {name: torch.lerp(a, weights[name], 0.5) for name, a in here.items()} if late else here)
     else:
         write(weights, end.mean)
     return spent_s + codec_s + meter.now() - start

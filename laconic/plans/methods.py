@@ -13,7 +13,7 @@ from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank, Quanti
 from laconic.plans.nested import Nested
 from laconic.plans.outer import Adopt, Nesterov
 from laconic.plans.plan import Buffers, OptimizerState, Plan
-from laconic.plans.schedules import Every, Never, PostLocal, Quadratic, Schedule, Streaming
+from laconic.plans.schedules import Every, Never, PostLocal, Quadratic, Streaming
 from laconic.plans.topology import Groups, Topology, World
 
 
@@ -124,7 +124,7 @@ def streaming_diloco(
     lr: float = 1.0,
     momentum: float = 0.0,
     codec: Codec | None = None,
-    mix: float = 0.5,
+    mix: float | None = None,
     start: int = 1,
     group: Group = None,
     buffers: Buffers = "average",
@@ -168,24 +168,33 @@ def sparse_loco(
     return Plan(PostLocal(start, period), codec, Nesterov(lr, 0.0), World(), buffers, optimizer_state)
 
 
-def frugal(bytes: str = "60x", start: int = 1) -> Plan:
+def frugal(bytes: str = "60x", start: int = 1, delay: int = 0) -> Plan:
     """Return the best known plan that sends at least so many times fewer bytes than DDP, for any model.
 
     Up to 7.5 times: gradients in 8 or 4 bits. Beyond: streamed weight deltas in 2 bits, and from 121 times on in 1 bit;
-    each fragment is sent every `period` steps. docs/quality.md has the measured front.
+    each fragment is sent every `period` steps. docs/quality.md has the measured front. From "16x" on a fragment may
+    take effect `delay` steps after it was sent: its time on the link is then hidden behind these steps.
 
     >>> frugal("30x") == Plan(Streaming(2, 2), ErrorFeedback(Quantized(2)))
+    True
+    >>> frugal("120x", delay=1) == Plan(Streaming(8, 4, delay=1), ErrorFeedback(Quantized(2)))
     True
     """
     times = _times(bytes)
     for bits in (8, 4):
-        if times <= 0.935 * 32 / bits:
+        if times <= 0.935 * 32 / bits and not delay:
             return quantized_ddp(bits, start=start)
     bits = 2 if times <= 120 else 1
     codec = ErrorFeedback(Quantized(2) if bits == 2 else Sign())
     period = math.ceil(times / (0.94 if bits == 2 else 0.99) * bits / 32)
-    schedule: Schedule = Streaming(period, min(period, 4), start=start)
-    return Plan(Every(1, start, of="weights") if period == 1 else schedule, codec)
+    if period > 1:
+        return Plan(Streaming(period, min(period, 4), delay, start=start), codec)
+    if delay:
+        raise ValueError(
+            f"frugal(bytes={bytes!r}, delay={delay!r}): what is sent whole at every step cannot be late. "
+            'Use delay=0, or from "16x" on, where each step sends a fragment.'
+        )
+    return Plan(Every(1, start, of="weights"), codec)
 
 
 def _times(bytes: object) -> float:

@@ -217,8 +217,9 @@ class Streaming:
     """Fragments of the model, each of which synchronises every `period` steps, at different steps.
 
     The mean of a fragment takes effect `delay` steps after it was sent, so that training overlaps with communication.
-    By then the worker's own weights have changed: they enter the result with weight `mix` (with delay=0 they do not).
-    Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512.
+    By then the worker's own weights have moved. With mix=None that move is added to the mean, so that no step is lost
+    (CoCoD-SGD, Shen et al. 2019, arXiv:1906.12043). With a number they enter the result with this weight (Streaming
+    DiLoCo, Douillard et al. 2025, arXiv:2501.18512).
 
     >>> {step: sync.part for step in range(1, 9) for sync in Streaming(period=4, fragments=2).syncs_at(step)}
     {2: 1, 4: 0, 6: 1, 8: 0}
@@ -227,7 +228,7 @@ class Streaming:
     period: int
     fragments: int
     delay: int = 0
-    mix: float = 0.5
+    mix: float | None = None
     start: int = 1
 
     __repr__ = as_code
@@ -244,9 +245,10 @@ class Streaming:
                 f"Streaming(period={self.period}, delay={self.delay!r}): a fragment must take effect before it is "
                 f"sent again, so delay must be a whole number from 0 to {self.period - 1}."
             )
-        if not is_number(self.mix) or not 0 <= self.mix < 1:
+        if self.mix is not None and (not is_number(self.mix) or not 0 <= self.mix < 1):
             raise ValueError(
-                f"Streaming(mix={self.mix!r}): mix, the weight of the worker's own weights, must be from 0 to below 1."
+                f"Streaming(mix={self.mix!r}): mix, the weight of the worker's own weights, must be from 0 to below 1, "
+                "or None to keep what they have moved since the fragment was sent."
             )
 
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:

@@ -71,7 +71,7 @@ def _frugal_arguments(plan: Plan) -> dict[str, object] | None:
     if not isinstance(plan.schedule, Streaming) or not isinstance(codec, Quantized | Sign):
         return None
     each = 15 if isinstance(codec, Quantized) else 31
-    return {"bytes": f"{each * plan.schedule.period}x", "start": plan.schedule.start}
+    return {"bytes": f"{each * plan.schedule.period}x", "start": plan.schedule.start, "delay": plan.schedule.delay}
 
 
 def _local_options(plan: Plan) -> dict[str, object]:

@@ -75,8 +75,17 @@ class Anchor:
             return {name: torch.zeros_like(self.tensors[name], device=params[name].device) for name in names}
         return {name: self.tensors[name].to(params[name].device) - params[name] for name in names}
 
-    def move(self, outer: Outer, mean: Mapping[str, Tensor], mix: float = 0.0) -> None:
-        """Take the outer step from the anchor; the weights become the anchor, but for the share `mix` of their own."""
+    def move(
+        self,
+        outer: Outer,
+        mean: Mapping[str, Tensor],
+        mix: float | None = 0.0,
+        sent: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Take the outer step from the anchor; the weights become the anchor, but for the share `mix` of their own.
+
+        With mix=None they keep all that they have moved since `sent`, the weights of which the deltas were taken.
+        """
         assert self.tensors is not None
         params = self._model_state.params
         with torch.no_grad():
@@ -85,7 +94,11 @@ class Anchor:
             outer.step(anchor, deltas, self._model_state.state["outer"])
             for name, a in anchor.items():
                 p = params[name]
-                p.copy_(a if not mix else torch.lerp(a.to(p.device), p.to(a.dtype), mix))
+                if mix is None:
+                    assert sent is not None
+                    p.copy_(a.to(p.device) + (p.to(a.dtype) - sent[name]))
+                else:
+                    p.copy_(a if not mix else torch.lerp(a.to(p.device), p.to(a.dtype), mix))
 
     def restore(self) -> None:
         """Set the weights to the anchor."""

@@ -8,14 +8,12 @@ fragment with a delay is averaged while training goes on, and takes effect when 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 from torch.optim import Optimizer
 
 from laconic.checks.finite import NonFinite, scale_without
@@ -30,7 +28,8 @@ from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync
 from laconic.session.anchor import Anchor, Anchors
 from laconic.session.extra_state import ExtraState, flat
-from laconic.session.model_state import ModelState, copied, of_worker, same_tensors
+from laconic.session.in_flight import InFlight
+from laconic.session.model_state import ModelState, of_worker, same_tensors
 from laconic.session.stop import StepHeaders
 
 Commit: TypeAlias = Literal["streaming", "atomic"]
@@ -42,21 +41,6 @@ class _Job:
 
     exchange: Exchange
     commit: Callable[[Averaged], None]
-
-
-@dataclass(eq=False)
-class _Fragment:
-    """A fragment in flight, and the step after which it takes effect."""
-
-    part: int
-    due: int
-    means: list[dict[str, Tensor]] = field(default_factory=list)
-    futures: list[Future[Tensor]] = field(default_factory=list)
-
-    def wait(self) -> list[dict[str, Tensor]]:
-        for future in self.futures:
-            future.wait()
-        return self.means
 
 
 class WeightSync:
@@ -87,7 +71,7 @@ class WeightSync:
         """The factor for the means of the synchronisation in progress: workers with NaN contribute zeros."""
         self._excluded = False
         """Whether this worker contributes zeros."""
-        self._in_flight: list[_Fragment] = []
+        self._in_flight = InFlight(model_state, self.anchor)
         self._parts: dict[tuple[int, int], list[list[str]]] = {}
 
     @property
@@ -128,7 +112,7 @@ class WeightSync:
     def _sync_deltas(self, plan: Plan, queue: CollectiveQueue, names: Sequence[str], sync: Sync, step: int) -> None:
         if isinstance(plan.schedule, Streaming) and plan.schedule.delay:
             assert sync.part is not None
-            self._send(plan, queue, names, sync.part, step + plan.schedule.delay)
+            self._send(plan, queue, names, sync.part, step)
             return
         self.anchor.is_current = sync.part is None
         self._run(queue, [self._delta_job(plan, bucket) for bucket in self._buckets(names)])
@@ -161,21 +145,14 @@ class WeightSync:
             torch._foreach_zero_([*params.values(), *extra.values()])
             if anchored:
                 self.anchor.restore()
+                self._in_flight.restart()
             if not any(key.startswith("moment:") for key in extra):
                 self._extras.reset_optimizers(params)  # moments that made such weights
         return received.finite
 
     def settle(self, plan: Plan, step: int) -> None:
         """Let fragments that are due by `step` take effect."""
-        while self._in_flight and self._in_flight[0].due <= step:
-            assert isinstance(plan.schedule, Streaming)
-            self.model_state.refresh()
-            since_s = time.perf_counter()
-            means = self._in_flight[0].wait()
-            self.levels.world.ledger.add_wait(since_s)
-            for mean in means:
-                self.anchor.move(plan.outer, mean, plan.schedule.mix)
-            del self._in_flight[0]
+        self._in_flight.settle(plan, step, self.levels.world.ledger)
 
     def average_all(self, headers: StepHeaders, optimizers: bool) -> None:
         """Average all weights and buffers exactly, whatever the plan, and the state of the optimizers if asked."""
@@ -197,7 +174,7 @@ class WeightSync:
 
     def drop_in_flight(self) -> None:
         """Drop fragments in flight."""
-        self._in_flight = []
+        self._in_flight.drop()
 
     def _names(self, plan: Plan, sync: Sync) -> list[str]:
         if sync.part is None:
@@ -260,9 +237,10 @@ class WeightSync:
 
         return _Job(exchange(), commit)
 
-    def _send(self, plan: Plan, queue: CollectiveQueue, names: Sequence[str], part: int, due: int) -> None:
+    def _send(self, plan: Plan, queue: CollectiveQueue, names: Sequence[str], part: int, step: int) -> None:
         """Send a fragment; its means are kept until it is due."""
-        fragment, scale = _Fragment(part, due), self._scale
+        assert isinstance(plan.schedule, Streaming)
+        fragment, scale = self._in_flight.new(plan.schedule, part, step, names), self._scale
         codec = self._chosen(plan.codec, queue)
 
         def exchange(deltas: Mapping[str, Tensor]) -> Exchange:
@@ -276,20 +254,15 @@ class WeightSync:
         nothing = torch.empty(0)
         fragment.futures = [queue.submit(exchange(each), Payload.WEIGHTS, nothing) for each in snapshots]
         queue.flush(waits=False)
-        self._in_flight.append(fragment)
 
     def state_dict(self) -> dict[str, Any]:
         """Return anchor and fragments in flight. Waits for these."""
-        fragments = [{"part": each.part, "due": each.due, "means": each.wait()} for each in self._in_flight]
-        return {"anchor": self.anchor.shared(), "in_flight": fragments}
+        return {"anchor": self.anchor.shared(), "in_flight": self._in_flight.state()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
         self.anchor.load(saved["anchor"])
-        self._in_flight = [
-            _Fragment(each["part"], each["due"], [copied(mean, self.model_state.devices) for mean in each["means"]])
-            for each in saved["in_flight"]
-        ]
+        self._in_flight.load(saved["in_flight"])
 
 
 def _scaled(mean: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:

@@ -39,6 +39,6 @@ def test_the_loop_is_the_training_of_the_lab(peers, tmp_path):
 
 
 def test_a_contestant_that_is_not_installed_is_a_row_with_its_message(peers):
-    missing = replace(peers.BY_NAME["torch DDP"], needs="no_such_package")
+    missing = replace(peers.named("torch DDP"), needs="no_such_package")
     run = peers.run_one(missing, peers.Goal("torch DDP", 0, 300, 60.0, 2.0), "10mbit", hosts=4)
     assert "| torch DDP | not installed: no_such_package |" in peers.tables.page([run], 2.0)

@@ -99,6 +99,7 @@ PRINTED = {
     "quantized_ddp(bits=2, block=64, start=3)": quantized_ddp(2, 64, 3),
     "frugal(bytes='60x')": frugal(),
     "frugal(bytes='217x', start=5)": frugal("200.5x", start=5),
+    "frugal(bytes='120x', delay=1)": frugal("120x", delay=1),
     "sparse_loco(period=4)": sparse_loco(),
     "sparse_loco(period=8, fraction=0.03, decay=1.0, lr=0.8)": sparse_loco(8, 0.03, 1.0, 0.8),
     "diloco(period=16)": diloco(),
@@ -230,6 +231,10 @@ RULES = {
     "frugal(120x)": (
         "'frugal(120x)' is not a plan: what begins with a digit and is no number needs quotes, as in "
         'frugal("120x"). Write a call, such as power_sgd(rank=4).'
+    ),
+    "frugal('8x', delay=1)": (
+        "\"frugal('8x', delay=1)\": frugal(bytes='8x', delay=1): what is sent whole at every step cannot be late. "
+        'Use delay=0, or from "16x" on, where each step sends a fragment.'
     ),
     "train quickly": "'train quickly' is not a plan: invalid syntax. Write a call, such as power_sgd(rank=4).",
     "power_sgd(rank=four)": (

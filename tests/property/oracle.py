@@ -32,10 +32,11 @@ Gradients = dict[str, Tensor]
 
 @dataclass
 class Flight:
-    """A fragment on its way: its mean delta takes effect after step `due`."""
+    """A fragment on its way: its mean delta takes effect after step `due`. `sent` is what each worker held before."""
 
     due: int
     mean: Gradients
+    sent: list[Gradients]
 
 
 @dataclass
@@ -224,10 +225,14 @@ class Oracle:
 
     def _settle(self, number: int) -> None:
         while self.flights and self.flights[0].due <= number:
-            self._move(self.flights.pop(0).mean, self.known.mix)
+            flight = self.flights.pop(0)
+            self._move(flight.mean, self.known.mix, flight.sent)
 
-    def _move(self, delta: Gradients, mix: float) -> None:
-        """Take the outer step; the weights become the anchor, but for the share `mix` of their own."""
+    def _move(self, delta: Gradients, mix: float | None, sent: Sequence[Gradients] = ()) -> None:
+        """Take the outer step; the weights become the anchor, but for the share `mix` of their own.
+
+        Where `mix` is None, each worker adds what its weights have moved since they were sent.
+        """
         assert self.anchor is not None
         lr, momentum = self.known.outer or (1.0, 0.0)
         for name, d in delta.items():
@@ -235,7 +240,8 @@ class Oracle:
             self.anchor[name] = self.anchor[name] - lr * (d + momentum * v)
             for worker in range(self.workers):
                 p = self.params(worker)[name]
-                p.data = self.anchor[name] * (1 - mix) + p.data * mix if mix else self.anchor[name].clone()
+                own = p.data - sent[worker][name] if mix is None else mix * (p.data - self.anchor[name])
+                p.data = self.anchor[name] + own
 
     def _average_weights(self, average: Average, reports: Sequence[Report]) -> None:
         plan, first, among_all = self.known.plan, average.part in (None, 0), average.size == self.workers
@@ -296,6 +302,8 @@ class Oracle:
         for worker in set(range(self.workers)) - set(sound):
             for name in whole:
                 self.params(worker)[name].data = self.anchor[name].clone()
+            for flight in self.flights:
+                flight.sent[worker] = self._own(worker, flight.sent[worker])
         deltas = [name for name in names if name not in means]
         self._average_deltas(deltas, sound, reports)
         self._replace(means, range(self.workers))
@@ -316,9 +324,13 @@ class Oracle:
             )
             delta = delivered
         if self.known.delay:
-            self.flights.append(Flight(self.number + self.known.delay, delta))
+            sent = [self._own(worker, delta) for worker in range(self.workers)]
+            self.flights.append(Flight(self.number + self.known.delay, delta, sent))
         else:
             self._move(delta, mix=0.0)
+
+    def _own(self, worker: int, names: Iterable[str]) -> Gradients:
+        return {name: p.detach().clone() for name, p in self.params(worker).items() if name in set(names)}
 
     def _delivered(self, after: Gradients) -> Gradients:
         """Find which mean delta leads from the anchor to these weights."""

@@ -36,7 +36,7 @@ class Known:
     """Learning rate and momentum of the outer step; None where the mean is taken as it is."""
     fragments: int = 0
     delay: int = 0
-    mix: float = 0.5
+    mix: float | None = None
     growth: float = 0.0
     lossy: float = 0.0
     """The relative error of one delivery that no residual takes up; 0 for a plan that is exact."""
@@ -91,9 +91,9 @@ def _diloco(**options: Any) -> Known:
     return Known(plan, options["period"], start, group=group, outer=(0.7, 0.9), anchored=True)
 
 
-def _streaming(period: int, fragments: int, delay: int) -> Known:
-    plan = laconic.streaming_diloco(period, fragments, delay, lr=0.7, momentum=0.9, codec=laconic.Exact())
-    return Known(plan, period, outer=(0.7, 0.9), fragments=fragments, delay=delay, anchored=True)
+def _streaming(period: int, fragments: int, delay: int, mix: float | None = None) -> Known:
+    plan = laconic.streaming_diloco(period, fragments, delay, lr=0.7, momentum=0.9, codec=laconic.Exact(), mix=mix)
+    return Known(plan, period, outer=(0.7, 0.9), fragments=fragments, delay=delay, mix=mix, anchored=True)
 
 
 def _local(period: int, start: int = 1, **options: Any) -> Known:
@@ -117,6 +117,8 @@ LOSSLESS = {
     "streaming_fragments": _streaming(4, 2, 0),
     "streaming_delay": _streaming(3, 1, 1),
     "streaming_delay_fragments": _streaming(4, 2, 1),
+    "streaming_mix": _streaming(3, 1, 1, mix=0.5),
+    "streaming_mix_fragments": _streaming(4, 2, 1, mix=0.25),
     "streaming_adopt": Known(
         laconic.streaming_diloco(4, 2, 0, lr=1.0, momentum=0.0, codec=laconic.Exact()), 4, fragments=2
     ),

@@ -241,12 +241,12 @@ def test_more_fragments_than_tensors_are_refused_at_once():
     run_workers(_too_many_fragments, 2)
 
 
-def _late(worker: int) -> list[float]:
+def _late(worker: int, mix: float | None) -> list[float]:
     """One weight, moved by −1 a step on worker 0 and −3 on worker 1; a fragment that is heard two steps late."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    plan = laconic.plan("Plan(schedule=Streaming(period=4, fragments=1, delay=2, mix=0.25))")
+    plan = laconic.plan(f"Plan(schedule=Streaming(period=4, fragments=1, delay=2, mix={mix}))")
     trace = []
     with laconic.attach(plan, model, optimizer):
         for _ in range(8):
@@ -258,10 +258,17 @@ def _late(worker: int) -> list[float]:
 
 def test_a_late_fragment_mixes_with_what_the_worker_has_by_then():
     # After step 4 the mean is −8; at step 6 worker 0 stands at −6 and keeps a quarter of it: 0.75 · −8 + 0.25 · −6.
-    first, second = run_workers(_late, 2)
+    first, second = run_workers(_late, 2, (0.25,))
     assert first[:6] == [-1, -2, -3, -4, -5, 0.75 * -8 + 0.25 * -6]
     assert second[:6] == [-3, -6, -9, -12, -15, 0.75 * -8 + 0.25 * -18]
     assert first[6:] == [first[5] - 1, first[5] - 2]
+
+
+def test_a_late_fragment_keeps_the_steps_since_it_was_sent():
+    # After step 4 the mean is −8; at step 6 worker 0 has moved by −2 since then, and worker 1 by −6.
+    first, second = run_workers(_late, 2, (None,))
+    assert first == [-1, -2, -3, -4, -5, -8 - 2, -11, -12]
+    assert second == [-3, -6, -9, -12, -15, -8 - 6, -17, -20]
 
 
 class Normed(nn.Module):
