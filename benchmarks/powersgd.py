@@ -6,7 +6,8 @@
 The model has only parameters and is wrapped in DDP; its backward returns precomputed gradients. The cost of a hook is
 the time of that backward minus the time with a no-op hook. Both alternate, so that other load on the machine affects
 both. A cost is the difference of the medians, and the spread is half the interquartile range of the hook's times.
-`floor` is 7 passes over fp32 gradients at the copy bandwidth measured in the same run.
+`floor` is 7 passes over fp32 gradients at the copy bandwidth measured in the same run. On a CPU each hook has processes
+of its own: torch's computes in threads of gloo, whose OpenMP threads stay and slow down all that is measured after it.
 
 Needs torch and laconic. The authors' package is measured if it is installed from its repository
 (https://github.com/epfml/powersgd); the one on PyPI is empty.
@@ -24,6 +25,7 @@ import os
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +149,12 @@ def hooks(ranks: list[int], device: str) -> list[tuple[str, float, Any]]:
     return rows
 
 
+def chosen(options: argparse.Namespace) -> list[tuple[str, float, Any]]:
+    """Return the hooks with one of the words of --only in their names."""
+    words = options.only or [""]
+    return [row for row in hooks(options.ranks, options.device) if any(word in row[0] for word in words)]
+
+
 class Runner:
     """One model with one hook: its steps, their times, and its memory."""
 
@@ -213,7 +221,8 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / best
 
 
-def run(worker: int, options: argparse.Namespace, port: int) -> None:
+def run(worker: int, options: argparse.Namespace, port: int, label: str | None, file: str, title: bool) -> None:
+    """Measure one hook, or all of them, as one worker. Worker 0 writes the rows to the file."""
     logging.disable(logging.WARNING)
     device = torch.device(options.device, worker if options.device == "cuda" else None)
     if device.type == "cuda":
@@ -224,18 +233,27 @@ def run(worker: int, options: argparse.Namespace, port: int) -> None:
     dist.init_process_group(backend, address, datetime.timedelta(seconds=300), world_size=options.workers, rank=worker)
     log = print if worker == 0 else lambda *_, **__: None
     bandwidth = copy_bandwidth(device)
-    log(f"torch {torch.__version__}, {options.workers} worker(s), {options.dtype} gradients, {device_name(device)}")
-    log(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s")
-    rows = [row for name in options.models for row in measure_model(name, options, device, bandwidth, log)]
-    if worker == 0 and options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1))
+    if title:
+        log(f"torch {torch.__version__}, {options.workers} worker(s), {options.dtype} gradients, {device_name(device)}")
+        log(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s")
+    rows = [
+        row for name in options.models for row in measure_model(name, options, device, bandwidth, log, label, title)
+    ]
+    if worker == 0:
+        Path(file).write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
 def measure_model(
-    name: str, options: argparse.Namespace, device: torch.device, bandwidth: float, log: Callable[..., None]
+    name: str,
+    options: argparse.Namespace,
+    device: torch.device,
+    bandwidth: float,
+    log: Callable[..., None],
+    only: str | None,
+    title: bool,
 ) -> list[dict[str, Any]]:
-    """Measure all hooks on one model, print a line for each, and return the rows."""
+    """Measure one hook, or all of them, on one model, print a line for each, and return the rows."""
     shapes, dtype = MODELS[name](), getattr(torch, options.dtype)
     numel = sum(torch.Size(s).numel() for s in shapes)
     floor = 7 * 4 * numel / bandwidth
@@ -244,11 +262,12 @@ def measure_model(
     for _ in range(9):
         bases[25].step()
     no_op_s = statistics.median(bases[25].times)
-    log(f"\n{name}: {numel / 1e6:.1f} M, floor {1e3 * floor:.2f} ms, no-op {1e3 * no_op_s:.2f} ms")
-    log(f"{'hook':<36} {'ms over no-op':>14} {'+-':>6} {'x floor':>8} {'GiB over':>9} {'MB sent':>9}")
+    if title:
+        log(f"\n{name}: {numel / 1e6:.1f} M, floor {1e3 * floor:.2f} ms, no-op {1e3 * no_op_s:.2f} ms")
+        log(f"{'hook':<36} {'ms over no-op':>14} {'+-':>6} {'x floor':>8} {'GiB over':>9} {'MB sent':>9}")
     rows = []
-    for label, bucket_mb, register in hooks(options.ranks, options.device):
-        if options.only and not any(word in label for word in options.only):
+    for label, bucket_mb, register in chosen(options):
+        if only not in (None, label):
             continue
         base = bases[bucket_mb]
         try:
@@ -291,10 +310,26 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="only hooks with one of these words in their name")
     parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args()
+    models: list[list[str]] = [options.models]
+    labels: list[str | None] = [None]
+    if options.device == "cpu":
+        models, labels = [[name] for name in options.models], [label for label, _, _ in chosen(options)]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        for options.models in models:
+            for label in labels:
+                mp.spawn(run, (options, free_port(), label, str(file), label == labels[0]), nprocs=options.workers)
+                rows += json.loads(file.read_text())
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1))
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(run, (options, port), nprocs=options.workers)
+        port: int = free.getsockname()[1]
+    return port
 
 
 if __name__ == "__main__":
