@@ -206,7 +206,7 @@ LABELS = {
     "power_sgd(rank=32)": (-4, 20, "end"),
     'frugal(bytes="120x")': (8, -9, "start"),
     "sparse_loco()": (-10, 8, "end"),
-    "streaming_diloco()": (-10, 14, "end"),
+    "streaming_diloco(mix=0.5)": (-10, 14, "end"),
 }
 """Where the name of a point is written, beside it: its neighbours are near."""
 

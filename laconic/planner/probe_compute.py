@@ -77,7 +77,7 @@ def _weights_s(
     if plan.needs_anchor:
         here = {name: anchor[name] for name in weights}
         plan.outer.step(here, end.mean, state["outer"])
-        late = isinstance(plan.schedule, Streaming) and plan.schedule.delay
+        late = isinstance(plan.schedule, Streaming) and plan.schedule.delay  # both ways of `mix` cost about the same
         write(weights, {name: torch.lerp(a, weights[name], 0.5) for name, a in here.items()} if late else here)
     else:
         write(weights, end.mean)
