@@ -44,7 +44,7 @@ def test_keys_of_the_table_exist():
     assert len(keys) > 10 and keys <= set(row)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_readmes_table_of_links():
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     rows = re.findall(r"^\| ([\d.]+) ([GM]bit)/s \| `([^`]+)`[^|]*\| ?([^|]*)\|$", readme, re.M)

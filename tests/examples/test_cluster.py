@@ -69,7 +69,7 @@ def whole(tmp_path_factory):
     return saved(folder / "checkpoints", STEPS, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sigterm_stops_all_and_the_next_start_goes_on(tmp_path, whole):
     command = ["torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", str(CLUSTER / "worker.sh")]
     command += ARGUMENTS
