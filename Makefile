@@ -25,7 +25,7 @@ test-all: $(STAMP)
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -m nightly
 
-# The quick part of every benchmark, meant for 10 minutes: says what got slower than benchmarks/recorded.json.
+# The quick part of every benchmark, in under 10 minutes: says what got slower than benchmarks/recorded.json.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench.py
 

@@ -83,7 +83,7 @@ def peers(text: str) -> Ratios:
 
 QUICK = [
     Benchmark(
-        "powersgd", ("--device", "cpu", "--models", "ResNet-50", "--ranks", "4", "--times", "2"), 150, read=powersgd
+        "powersgd", ("--device", "cpu", "--models", "ResNet-50", "--ranks", "4", "--times", "2"), 200, read=powersgd
     ),
     Benchmark("codecs", ("--device", "cpu", "--seconds", "3"), 90, read=codecs),
     Benchmark("averaging", ("--workers", "2", "--seconds", "15"), 90, read=averaging),
