@@ -84,7 +84,7 @@ class Anchor:
     ) -> None:
         """Take the outer step from the anchor; the weights become the anchor, but for the share `mix` of their own.
 
-        With mix=None they keep all that they have moved since `sent`, the weights of which the deltas were taken.
+        With mix=None they keep all that they have moved since `sent`, this worker's weights when it sent its deltas.
         """
         assert self.tensors is not None
         params = self._model_state.params

@@ -24,7 +24,7 @@ class Fragment:
     part: int
     due: int
     sent: dict[str, Tensor]
-    """This worker's weights of which the deltas were taken, if it keeps what they move meanwhile (mix=None)."""
+    """This worker's weights when it sent its deltas; empty unless it keeps what they move meanwhile (mix=None)."""
     means: list[dict[str, Tensor]] = field(default_factory=list)
     futures: list[Future[Tensor]] = field(default_factory=list)
 

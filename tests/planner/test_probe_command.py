@@ -70,7 +70,7 @@ class TestAsRoot:
         assert ended.code == 0, ended.err
         probe = Probe.read(path)
         assert probe.hosts == ((0,), (1,), (2,), (3,))
-        # On a busy machine a rate is off by tens of percent; the two are 20 x apart. benchmarks/prediction.py is exact.
+        # On a busy machine a rate is off by tens of percent; the two are 20 x apart.
         for each in probe.links:
             rate = 2e8 if each.sender // 2 == each.receiver // 2 else 1e7
             assert rate / 4 < each.bandwidth_bps < rate * 4, each
