@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
-from laconic.comm.requests import Mean
+from laconic.exchange import Mean
 from tests.session.models import batch, mlp
 from tests.workers import run_workers
 
