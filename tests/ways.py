@@ -2,9 +2,9 @@
 
     python -m tests.ways            # measures, and writes the table of docs/architecture.md
 
-Counted are all functions of laconic that are called, in any thread, from the call of the hook to that of torch's
-collective which carries the tensor: headers and checks on the way count, too. Comprehensions and lambdas are parts of
-the function that they stand in.
+Counted are all functions of laconic from the call of the hook to that of torch's collective which carries the tensor:
+headers and checks on the way count, too. What the caller's thread does after it has passed the exchange to the queue's
+thread is not on the way. Comprehensions and lambdas are parts of the function that they stand in.
 """
 
 from __future__ import annotations
@@ -54,28 +54,42 @@ WAYS = (
 
 
 class Recorder:
-    """Notes the functions of laconic that are called from the call of `start` to the collective of a codec's request."""
+    """Notes the functions of laconic from the call of `start` to the collective that a codec requests."""
 
     def __init__(self, start: str) -> None:
         self.start = start
-        self.armed = self.on = self.requested = False
+        self.armed = self.on = self.requested = self._handed_over = self._taken = False
         self.called: Functions = set()
+        self._after_hand_over: Functions = set()
+        """What the caller's thread called since it queued something: on the way only if it then queues more."""
+        self._main = threading.get_ident()
         sys.setprofile(self)
         threading.setprofile(self)  # for the thread that launches collectives
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        if not self.armed or event != "call":
+        if not self.armed or event not in ("call", "c_call", "c_return"):
             return
         name, file = frame.f_code.co_qualname, Path(frame.f_code.co_filename)
+        main = threading.get_ident() == self._main
+        if event == "c_call":
+            if self.on and arg.__name__ == "put" and frame.f_code.co_name != "flush":
+                self.called |= self._after_hand_over
+                self._after_hand_over = set()
+                self._handed_over = True
+            return
+        if event == "c_return":  # before it takes what was queued, the other thread may still end the last step
+            self._taken |= self._handed_over and not main and arg.__name__ == "get"
+            return
         self.on |= name == self.start
-        if not self.on:
+        if not self.on or not (main or self._taken):
             return
         if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), Mean | AllToAll):
             self.requested = True
         if name in ("all_reduce", "all_to_all_single") and self.requested:  # that of a header comes before
             self.armed = self.on = False
         elif file.is_relative_to(HOME) and not frame.f_code.co_name.startswith("<"):
-            self.called.add((str(file.relative_to(HOME)), name))
+            late = self._handed_over and main
+            (self._after_hand_over if late else self.called).add((str(file.relative_to(HOME)), name))
 
 
 def follow(worker: int, way: Way) -> Functions:
@@ -111,12 +125,13 @@ def counts(called: Functions) -> tuple[int, int]:
 def table(measured: dict[Way, Functions]) -> str:
     """Format the counts as the table of the architecture page."""
     rows = [f"| {way.what} | {counts(called)[0]} | {counts(called)[1]} |" for way, called in measured.items()]
-    return "\n".join([BEGIN, "", "| way to the first collective | functions | files |", "|---|---|---|", *rows, "", END])
+    head = ["| way to the first collective | functions | files |", "|---|---|---|"]
+    return "\n".join([BEGIN, "", *head, *rows, "", END])
 
 
 def on_page(text: str) -> dict[str, tuple[int, int]]:
     """Read the counts back from the page."""
-    rows = text[text.index(BEGIN) : text.index(END)].splitlines()[4:-2]
+    rows = [row for row in text[text.index(BEGIN) : text.index(END)].splitlines() if row.startswith("| a ")]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     return {what: (int(functions), int(files)) for what, functions, files in cells}
 

@@ -1,4 +1,4 @@
-"""What lies between a tensor and its collective is what docs/architecture.md says: its table is measured by the same code."""
+"""The functions between a tensor and its collective are those of the table in docs/architecture.md."""
 
 from __future__ import annotations
 
