@@ -8,7 +8,7 @@ torch.set_num_threads(1)
 
 _NEED = {
     "triton": ["laconic/kernels/cuda/*.py"],
-    "libcst": ["laconic/migrate.py"],
+    "libcst": ["laconic/tools/migrate.py"],
     "torchft": ["laconic/integrations/torchft.py"],
     "lightning": ["laconic/integrations/lightning.py", "tests/integrations/*lightning*", "tests/integrations/*fabric*"],
     "accelerate": ["laconic/integrations/accelerate.py", "tests/integrations/test_accelerate*"],

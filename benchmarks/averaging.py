@@ -153,7 +153,7 @@ def run(worker: int, workers: int, port: int, seconds: float, path: str | None, 
     logging.disable(logging.WARNING)
     address = "127.0.0.1"
     if hosts is not None:
-        from laconic.compare.namespaces import enter
+        from laconic.tools.launch.namespaces import enter
 
         enter(hosts, worker)
         address = os.environ["MASTER_ADDR"]
@@ -189,8 +189,8 @@ def network(text: str | None, workers: int) -> Iterator[Any]:
     if text is None:
         yield None
         return
-    from laconic.compare.links import link
-    from laconic.compare.slow_link import slow_link
+    from laconic.tools.launch.links import link
+    from laconic.tools.launch.slow_link import slow_link
 
     with slow_link(link(text, workers)) as made:
         yield made.hosts

@@ -47,7 +47,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, quantiz
 from laconic import ByShape, ErrorFeedback, LowRank, Plan
 from laconic.codecs import Quantized, TopK
 from laconic.codecs.few_bits import width
-from laconic.comm.requests import AllToAll, Averaged, Decide, Exchange, Gather, Mean, rank_of
+from laconic.exchange import AllToAll, Averaged, Decide, Exchange, Gather, Mean, rank_of
 
 RUNS = 20
 Row = dict[str, Any]

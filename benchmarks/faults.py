@@ -31,8 +31,8 @@ from ratios import write
 from torch import nn
 
 import laconic
-from laconic.compare.lab.tasks import loss_of, make_task
-from laconic.compare.settings import Settings
+from laconic.tools.compare.settings import Settings
+from laconic.tools.lab.tasks import loss_of, make_task
 
 _context = multiprocessing.get_context("forkserver")
 

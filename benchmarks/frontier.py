@@ -38,10 +38,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import laconic
-from laconic.compare.lab import text
-from laconic.compare.lab.models import GPT
-from laconic.compare.lab.script import lr_share
-from laconic.compare.lab.tasks import loss_of
+from laconic.tools.lab import text
+from laconic.tools.lab.models import GPT
+from laconic.tools.lab.script import lr_share
+from laconic.tools.lab.tasks import loss_of
 
 WORKERS = 4
 VALIDATION_BATCHES = 40

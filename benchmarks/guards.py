@@ -33,9 +33,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import laconic
 from laconic.checks.digests import digests
 from laconic.checks.finite import is_finite
-from laconic.comm.requests import all_finite
-from laconic.compare.lab.tasks import loss_of, make_task
-from laconic.compare.settings import Settings
+from laconic.exchange import all_finite
+from laconic.tools.compare.settings import Settings
+from laconic.tools.lab.tasks import loss_of, make_task
 
 STRETCH, WARM_UP = 16, 32
 

@@ -31,13 +31,13 @@ from contestants.tables import Run
 from contestants.worker import POINTS, Goal, Point
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from laconic.compare.failures import CONSEQUENCES, last_error, read_log
-from laconic.compare.folders import run_folder
-from laconic.compare.launch import Stopped, environment, run_elastic, stoppable
-from laconic.compare.links import link as parse_link
-from laconic.compare.settings import path_option
-from laconic.compare.slow_link import PROGRAM, SlowLink, slow_link
 from laconic.plans.parse import PlanError
+from laconic.tools.compare.settings import path_option
+from laconic.tools.launch.failures import CONSEQUENCES, last_error, read_log
+from laconic.tools.launch.folders import run_folder
+from laconic.tools.launch.launch import Stopped, environment, run_elastic, stoppable
+from laconic.tools.launch.links import link as parse_link
+from laconic.tools.launch.slow_link import PROGRAM, SlowLink, slow_link
 
 WORKER = Path(__file__).parent / "contestants" / "worker.py"
 UNTIL_LOSS = 2.08  # as in docs/compare.md

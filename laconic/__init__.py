@@ -8,9 +8,9 @@ A plan answers four questions: when do workers synchronise (`schedule`), how are
 with the mean (`outer`), and with whom (`topology`). The training loop stays as it is.
 """
 
-from laconic.checks.errors import DesyncError, DisagreementError, DivergedError, LostWorkerError, NonFiniteError
 from laconic.codecs import Batched, ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
 from laconic.cost import sent_bytes
+from laconic.errors import DesyncError, DisagreementError, DivergedError, LostWorkerError, NonFiniteError
 from laconic.ledger import Ledger
 from laconic.plans.auto import auto
 from laconic.plans.methods import (

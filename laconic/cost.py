@@ -13,7 +13,7 @@ from laconic.codecs import ByShape, Codec
 from laconic.codecs.contract import wide_dtype
 from laconic.codecs.packing import in_buckets, in_parts
 from laconic.comm.dry import dry
-from laconic.comm.requests import State
+from laconic.exchange import State
 from laconic.ledger import Entry, Ledger
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from laconic.compare.namespaces import CLONE_NEWNET, _call
+from laconic.tools.launch.namespaces import CLONE_NEWNET, _call
 
 needs_root = [
     pytest.mark.root,

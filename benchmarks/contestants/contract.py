@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from laconic.compare.lab.tasks import Batch, loss_of
-from laconic.compare.progress import VALIDATE_EVERY
-from laconic.compare.settings import Settings
+from laconic.tools.compare.progress import VALIDATE_EVERY
+from laconic.tools.compare.settings import Settings
+from laconic.tools.lab.tasks import Batch, loss_of
 
 SECONDS = 100.0
 SIOCGIFADDR = 0x8915  # of Linux: the address of an interface

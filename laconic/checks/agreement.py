@@ -17,10 +17,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from laconic.checks.errors import DisagreementError
-from laconic.checks.outliers import outliers
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Exchange, Max, true
+from laconic.errors import DisagreementError, outliers
+from laconic.exchange import Averaged, Exchange, Max, true
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from laconic.checks.agreement import all_same
 from laconic.checks.digests import combined, digests
-from laconic.checks.errors import DivergedError
-from laconic.checks.outliers import names, outliers
 from laconic.comm.queue import CollectiveQueue
+from laconic.errors import DivergedError, names, outliers
 from laconic.values import is_whole
 
 EVERY_GRADIENT_STEPS = 100

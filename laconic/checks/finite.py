@@ -17,11 +17,10 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from laconic.checks.errors import NonFiniteError
-from laconic.checks.outliers import names
 from laconic.codecs.packing import side_by_side
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Rank, Request, all_finite
+from laconic.errors import NonFiniteError, names
+from laconic.exchange import Averaged, Decide, Exchange, Mean, Rank, Request, all_finite
 
 logger = logging.getLogger(__name__)
 

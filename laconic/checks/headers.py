@@ -17,10 +17,9 @@ from torch import Tensor
 
 from laconic.checks.agreement import Facts, agree, are_same, both_ends, digest_of, highest
 from laconic.checks.digests import combined
-from laconic.checks.errors import DesyncError
-from laconic.checks.outliers import names, outliers
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Exchange, Gather, Max, true
+from laconic.errors import DesyncError, names, outliers
+from laconic.exchange import Averaged, Exchange, Gather, Max, true
 
 _BITS = 62
 _MASK = (1 << _BITS) - 1

@@ -10,9 +10,9 @@ from laconic.cli import options
 from laconic.cli.options import DEFAULT
 from laconic.cli.running import CommandOptions, run_all, workers_here
 from laconic.cli.view import Row
-from laconic.compare.links import Link, LinkError
-from laconic.compare.links import link as parse_link
-from laconic.compare.settings import LabError, Run, Script
+from laconic.tools.compare.settings import LabError, Run, Script
+from laconic.tools.launch.links import Link, LinkError
+from laconic.tools.launch.links import link as parse_link
 
 DEFAULT_PLANS = ("ddp()", "alone()", "quantized_ddp(bits=4)", "power_sgd(rank=20)")
 

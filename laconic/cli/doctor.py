@@ -16,16 +16,23 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from laconic.atomic_write import write_atomically
-from laconic.checks.outliers import names
 from laconic.cli import options
 from laconic.cli.results import check_writable
 from laconic.cli.running import workers_here
-from laconic.compare.settings import LabError, check_count, check_positive, check_workers, found_place, usable_cores
-from laconic.compare.versions import versions
-from laconic.doctor.diagnosis import check_as_worker, check_here
-from laconic.doctor.finding import Finding, has_problem
-from laconic.doctor.injection import FACTORY, faults
-from laconic.doctor.script import ScriptRun, inject_faults
+from laconic.errors import names
+from laconic.tools.compare.settings import (
+    LabError,
+    check_count,
+    check_positive,
+    check_workers,
+    found_place,
+    usable_cores,
+)
+from laconic.tools.compare.versions import versions
+from laconic.tools.doctor.diagnosis import check_as_worker, check_here
+from laconic.tools.doctor.finding import Finding, has_problem
+from laconic.tools.doctor.injection import FACTORY, faults
+from laconic.tools.doctor.script import ScriptRun, inject_faults
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 _option = partial(typer.Option, show_default=False)

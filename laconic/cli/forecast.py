@@ -7,13 +7,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from laconic import plan as parse_plan
-from laconic.compare.links import rate_text
-from laconic.compare.settings import LabError
-from laconic.compare.units import human_bytes, share
-from laconic.planner.checking import finished_runs, terms
-from laconic.planner.hierarchy import short_rate
-from laconic.planner.predict import Prediction, Scenario
-from laconic.planner.rows import Forecast
+from laconic.tools.compare.settings import LabError
+from laconic.tools.compare.units import human_bytes, share
+from laconic.tools.launch.links import rate_text
+from laconic.tools.planner.checking import finished_runs, terms
+from laconic.tools.planner.hierarchy import short_rate
+from laconic.tools.planner.predict import Prediction, Scenario
+from laconic.tools.planner.rows import Forecast
 
 OUTCOME = ("sent\na step", "step", "computing", "kept", "sooner\nthan ddp", "than\nalone")
 """What decides: "sooner" is to the same loss."""

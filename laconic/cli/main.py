@@ -20,9 +20,9 @@ from laconic.cli.probe import probe
 from laconic.cli.serve import serve
 from laconic.cli.simulate import simulate
 from laconic.cli.train import train
-from laconic.compare.failures import WorkerError
-from laconic.compare.launch import Stopped, stoppable
-from laconic.compare.settings import LabError, found_place
+from laconic.tools.compare.settings import LabError, found_place
+from laconic.tools.launch.failures import WorkerError
+from laconic.tools.launch.launch import Stopped, stoppable
 
 app = typer.Typer(
     name="laconic",

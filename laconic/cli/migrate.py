@@ -10,7 +10,7 @@ import typer
 from laconic.atomic_write import write_atomically
 
 if TYPE_CHECKING:
-    from laconic.migrate import ParsedScript
+    from laconic.tools.migrate import ParsedScript
 
 
 def migrate(
@@ -28,7 +28,7 @@ def migrate(
 def _migrate_one(file: Path, write: bool) -> int:
     """Return the exit code for one file."""
     try:
-        from laconic.migrate import ParsedScript  # LibCST is optional
+        from laconic.tools.migrate import ParsedScript  # LibCST is optional
 
         if file.suffix == ".ipynb":
             raise ValueError(

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from laconic.compare.settings import Settings
+from laconic.tools.compare.settings import Settings
 
 DEFAULT = Settings(plan="ddp()")
 

@@ -13,19 +13,19 @@ from laconic import plan as parse_plan
 from laconic.cli.forecast import ONE_TABLE, check_table, forecast_tables, wanted_table
 from laconic.cli.results import check_writable
 from laconic.cli.view import PipedConsole
-from laconic.compare.links import Link, LinkError
-from laconic.compare.links import link as parse_link
-from laconic.compare.settings import LabError
 from laconic.cost import meta
-from laconic.planner.collectives import ALGORITHMS, Algorithm, Formula
-from laconic.planner.explain import explain
-from laconic.planner.front import PLANS, SOURCE
-from laconic.planner.measured_network import MeasuredNetwork
-from laconic.planner.predict import Scenario
-from laconic.planner.probe_data import Probe, ProbeError
-from laconic.planner.rows import Forecast
-from laconic.planner.shapes import Shapes, count_of, from_count, from_file, from_module
-from laconic.planner.units import bytes_of, seconds_of, shares_of
+from laconic.tools.compare.settings import LabError
+from laconic.tools.launch.links import Link, LinkError
+from laconic.tools.launch.links import link as parse_link
+from laconic.tools.planner.collectives import ALGORITHMS, Algorithm, Formula
+from laconic.tools.planner.explain import explain
+from laconic.tools.planner.front import PLANS, SOURCE
+from laconic.tools.planner.measured_network import MeasuredNetwork
+from laconic.tools.planner.predict import Scenario
+from laconic.tools.planner.probe_data import Probe, ProbeError
+from laconic.tools.planner.rows import Forecast
+from laconic.tools.planner.shapes import Shapes, count_of, from_count, from_file, from_module
+from laconic.tools.planner.units import bytes_of, seconds_of, shares_of
 from laconic.values import is_number
 
 _MODEL, _NETWORK, _WANT, _OUT = "The model", "The network", "What you need", "Output"
@@ -261,7 +261,7 @@ def _spread(probe: Probe | None) -> tuple[float, float]:
 
 def _draw(forecast: Forecast, path: Path) -> None:
     try:
-        from laconic.planner.picture import draw
+        from laconic.tools.planner.picture import draw
 
         draw(forecast.rows, path)
     except ImportError as error:

@@ -19,14 +19,14 @@ from laconic.cli.options import DEFAULT
 from laconic.cli.probe_summary import print_summary
 from laconic.cli.results import check_writable
 from laconic.cli.running import workers_here
-from laconic.compare.launch import Network, check_port
-from laconic.compare.links import Link
-from laconic.compare.settings import MODELS, LabError, Script, check_workers, found_place, usable_cores
-from laconic.compare.slow_link import NoSlowLink, slow_link
-from laconic.planner.front import PLANS
-from laconic.planner.probe import ProbeOptions, Show, process_group, run_probe
-from laconic.planner.probe_data import Probe
-from laconic.planner.probe_launch import launch_probe, script_step
+from laconic.tools.compare.settings import MODELS, LabError, Script, check_workers, found_place, usable_cores
+from laconic.tools.launch.launch import Network, check_port
+from laconic.tools.launch.links import Link
+from laconic.tools.launch.slow_link import NoSlowLink, slow_link
+from laconic.tools.planner.front import PLANS
+from laconic.tools.planner.probe import ProbeOptions, Show, process_group, run_probe
+from laconic.tools.planner.probe_data import Probe
+from laconic.tools.planner.probe_launch import launch_probe, script_step
 
 _option = partial(typer.Option, show_default=False)
 _MODEL = (

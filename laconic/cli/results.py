@@ -8,11 +8,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from laconic.atomic_write import write_atomically, write_temporary
-from laconic.compare.export import as_json
-from laconic.compare.judging import efficiency, has_levels, kept, no_better_than_alone, reference, slow_bytes
-from laconic.compare.records import Outcome
-from laconic.compare.settings import LabError
-from laconic.compare.units import human_bytes, ratio, share
+from laconic.tools.compare.export import as_json
+from laconic.tools.compare.judging import efficiency, has_levels, kept, no_better_than_alone, reference, slow_bytes
+from laconic.tools.compare.records import Outcome
+from laconic.tools.compare.settings import LabError
+from laconic.tools.compare.units import human_bytes, ratio, share
 
 
 def closing_table(outcomes: Sequence[Outcome]) -> Table:

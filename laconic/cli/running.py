@@ -12,17 +12,12 @@ import torch.distributed as dist
 
 from laconic.cli.results import check_writable, write_json
 from laconic.cli.view import Row, View, make_view
-from laconic.compare.folders import run_folder
-from laconic.compare.inputs import given_files
-from laconic.compare.lab import script as lab
-from laconic.compare.lab.tasks import check_data
-from laconic.compare.launch import Network, check_port, launch, report_variables, variables
-from laconic.compare.links import Link
-from laconic.compare.progress import Progress, following, progress_file
-from laconic.compare.records import Outcome, read_outcome
-from laconic.compare.report import check_drawable, write_page, write_png
-from laconic.compare.reporter import read_files, write_goal
-from laconic.compare.settings import (
+from laconic.tools.compare.inputs import given_files
+from laconic.tools.compare.progress import Progress, following, progress_file
+from laconic.tools.compare.records import Outcome, read_outcome
+from laconic.tools.compare.report import check_drawable, write_page, write_png
+from laconic.tools.compare.reporter import read_files, write_goal
+from laconic.tools.compare.settings import (
     LabError,
     Place,
     Run,
@@ -33,8 +28,13 @@ from laconic.compare.settings import (
     found_place,
     usable_cores,
 )
-from laconic.compare.slow_link import NoSlowLink, slow_link
-from laconic.compare.unfinished import Finished, Unfinished
+from laconic.tools.compare.unfinished import Finished, Unfinished
+from laconic.tools.lab import script as lab
+from laconic.tools.lab.tasks import check_data
+from laconic.tools.launch.folders import run_folder
+from laconic.tools.launch.launch import Network, check_port, launch, report_variables, variables
+from laconic.tools.launch.links import Link
+from laconic.tools.launch.slow_link import NoSlowLink, slow_link
 
 DEFAULT_WORKERS = 4
 

@@ -12,7 +12,7 @@ import typer
 
 from laconic import elastic
 from laconic.comm.timeout import run_in_thread
-from laconic.compare.settings import LabError
+from laconic.tools.compare.settings import LabError
 from laconic.torch_private.elastic import TCPStore
 
 DEFAULT_PORT = 29400

@@ -12,21 +12,21 @@ from laconic import plan as parse_plan
 from laconic.cli import options
 from laconic.cli.options import DEFAULT
 from laconic.cli.simulation import SimulationView, time_table
-from laconic.compare.lab.models import GPT, ResNet
-from laconic.compare.lab.tasks import check_data
-from laconic.compare.launch import variables
-from laconic.compare.links import LinkError
-from laconic.compare.links import link as parse_link
-from laconic.compare.settings import LabError, Settings, check_count
 from laconic.cost import meta
-from laconic.planner.collectives import ALGORITHMS, Algorithm, Formula
-from laconic.planner.shapes import Shapes
-from laconic.planner.simulate.conditions import Conditions, failures_of, stragglers_of
-from laconic.planner.simulate.results import SimulatedOutcome, as_object, outcome_of
-from laconic.planner.simulate.tasks import SimulatedTask, lab_task, user_task
-from laconic.planner.simulate.time_only import TimeOnly, TimeOutcome
-from laconic.planner.simulate.training import SimulatedRun, Training
-from laconic.planner.units import seconds_of
+from laconic.tools.compare.settings import LabError, Settings, check_count
+from laconic.tools.lab.models import GPT, ResNet
+from laconic.tools.lab.tasks import check_data
+from laconic.tools.launch.launch import variables
+from laconic.tools.launch.links import LinkError
+from laconic.tools.launch.links import link as parse_link
+from laconic.tools.planner.collectives import ALGORITHMS, Algorithm, Formula
+from laconic.tools.planner.shapes import Shapes
+from laconic.tools.planner.units import seconds_of
+from laconic.tools.simulate.conditions import Conditions, failures_of, stragglers_of
+from laconic.tools.simulate.results import SimulatedOutcome, as_object, outcome_of
+from laconic.tools.simulate.tasks import SimulatedTask, lab_task, user_task
+from laconic.tools.simulate.time_only import TimeOnly, TimeOutcome
+from laconic.tools.simulate.training import SimulatedRun, Training
 
 _TIME, _OUT = "The virtual clock", "Output"
 

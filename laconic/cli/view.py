@@ -15,11 +15,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from laconic.cli.results import closing_table
-from laconic.compare.judging import kept, kept_share
-from laconic.compare.progress import Progress
-from laconic.compare.records import Outcome
-from laconic.compare.report.sentence import headline
-from laconic.compare.units import human_bytes, share
+from laconic.tools.compare.judging import kept, kept_share
+from laconic.tools.compare.progress import Progress
+from laconic.tools.compare.records import Outcome
+from laconic.tools.compare.report.sentence import headline
+from laconic.tools.compare.units import human_bytes, share
 
 BARS = "▁▂▃▄▅▆▇█"
 HEADINGS = ("step", "loss", "valid", "kept", "tok/s", "talk", "sent", "MB/s", "left")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic.codecs.contract import Codec, accept_every_shape, check_codec
 from laconic.codecs.packing import pack, unpack
-from laconic.comm.requests import Averaged, Exchange, State, Tensors, true
+from laconic.exchange import Averaged, Exchange, State, Tensors, true
 from laconic.values import as_code
 
 

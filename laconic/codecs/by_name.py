@@ -11,7 +11,7 @@ from torch import Tensor
 from laconic.codecs.contract import Codec, accept_every_shape, check_codec, check_rest
 from laconic.codecs.exact import Exact
 from laconic.codecs.parts import average_parts
-from laconic.comm.requests import Exchange, State, Tensors
+from laconic.exchange import Exchange, State, Tensors
 from laconic.values import as_code
 
 

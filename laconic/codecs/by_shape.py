@@ -13,7 +13,7 @@ from laconic.codecs.feedback import ErrorFeedback, feedback_state
 from laconic.codecs.low_rank import LowRank
 from laconic.codecs.low_rank_state import Factors
 from laconic.codecs.parts import average_parts
-from laconic.comm.requests import Exchange, State, Tensors
+from laconic.exchange import Exchange, State, Tensors
 from laconic.kernels.choose import can_fuse_all, fast_by_shape
 from laconic.values import as_code
 

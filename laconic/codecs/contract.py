@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from laconic.comm.requests import Exchange, State, Tensors
+from laconic.exchange import Exchange, State, Tensors
 
 
 @runtime_checkable

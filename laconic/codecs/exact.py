@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic.codecs.contract import accept_every_shape
 from laconic.codecs.packing import pack, unpack
-from laconic.comm.requests import Averaged, Exchange, Mean, State, Tensors, all_finite
+from laconic.exchange import Averaged, Exchange, Mean, State, Tensors, all_finite
 from laconic.kernels.choose import can_collect
 from laconic.values import as_code
 

@@ -13,7 +13,7 @@ from laconic.codecs.contract import Codec, check_codec, keep_if, narrowed, wide_
 from laconic.codecs.low_rank import LowRank
 from laconic.codecs.low_rank_state import Factors
 from laconic.codecs.quantized import Quantized
-from laconic.comm.requests import Averaged, Decide, Exchange, Rank, State, Tensors
+from laconic.exchange import Averaged, Decide, Exchange, Rank, State, Tensors
 from laconic.kernels.choose import can_fuse_rows, fast_feedback
 from laconic.values import as_code, is_number
 

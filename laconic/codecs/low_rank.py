@@ -21,7 +21,7 @@ from laconic.codecs.orthonormal import orthonormal_all
 from laconic.codecs.packing import aligned, pack, unpack
 from laconic.codecs.quantized import Quantized, check_bits
 from laconic.codecs.shards import Reduced, Reducing, reduce_in_shards
-from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Rank, Request, State, Tensors, all_finite, true
+from laconic.exchange import Averaged, Decide, Exchange, Mean, Rank, Request, State, Tensors, all_finite, true
 from laconic.values import as_code, is_number, is_whole
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from laconic.comm.requests import State
+from laconic.exchange import State
 
 
 @dataclass(frozen=True, eq=False)

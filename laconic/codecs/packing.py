@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from laconic.comm.requests import Tensors
+from laconic.exchange import Tensors
 from laconic.torch_private.codecs import flatten, unflatten
 
 

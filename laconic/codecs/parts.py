@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic.codecs.contract import Codec
-from laconic.comm.requests import (
+from laconic.exchange import (
     AllToAll,
     Averaged,
     Decide,

@@ -11,7 +11,7 @@ from torch import Tensor
 from laconic.codecs import few_bits
 from laconic.codecs.contract import accept_every_shape, narrowed, wide_dtype
 from laconic.codecs.shards import Rows, reduce_in_shards
-from laconic.comm.requests import Averaged, Decide, Exchange, State, Tensors, all_finite
+from laconic.exchange import Averaged, Decide, Exchange, State, Tensors, all_finite
 from laconic.kernels.choose import can_decode, can_encode
 from laconic.values import as_code, is_whole
 

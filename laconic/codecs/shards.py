@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from laconic.comm.requests import AllToAll, Decide, Gather, Rank, Request, State, Tensors
+from laconic.exchange import AllToAll, Decide, Gather, Rank, Request, State, Tensors
 
 
 class Rows(Protocol):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic.codecs import few_bits
 from laconic.codecs.quantized import averaged_in_rows, check_bits
-from laconic.comm.requests import Exchange, State, Tensors
+from laconic.exchange import Exchange, State, Tensors
 from laconic.kernels.choose import can_decode, can_encode
 from laconic.values import as_code, is_number, is_whole
 

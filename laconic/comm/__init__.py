@@ -2,7 +2,7 @@
 
 from laconic.comm.dry import dry
 from laconic.comm.lockstep import lockstep
-from laconic.comm.requests import Averaged, Decide, Exchange, First, Gather, Mean, Request, State, Tensors
+from laconic.exchange import Averaged, Decide, Exchange, First, Gather, Mean, Request, State, Tensors
 
 __all__ = [
     "Averaged",

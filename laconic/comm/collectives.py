@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.comm.requests import AllToAll, First, Gather, Max, Request
+from laconic.exchange import AllToAll, First, Gather, Max, Request
 
 Group = dist.ProcessGroup
 

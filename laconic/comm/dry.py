@@ -6,7 +6,7 @@ for bytes that could differ from the real ones.
 
 from __future__ import annotations
 
-from laconic.comm.requests import (
+from laconic.exchange import (
     AllToAll,
     Averaged,
     Exchange,

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from laconic.checks.errors import LostWorkerError
-from laconic.checks.outliers import names
 from laconic.comm.lockstep import in_turn, lockstep
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Exchange, Request, operation, payload_bytes
 from laconic.comm.ring import gloo_mean
 from laconic.comm.running import Batch, Running
+from laconic.errors import LostWorkerError, names
+from laconic.exchange import Exchange, Request, operation, payload_bytes
 from laconic.ledger import Ledger
 from laconic.torch_private.distributed import LocalGroup
 

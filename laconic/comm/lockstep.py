@@ -13,8 +13,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from laconic.checks.errors import DesyncError
-from laconic.comm.requests import (
+from laconic.errors import DesyncError
+from laconic.exchange import (
     AllToAll,
     Averaged,
     Decide,

@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from laconic.comm.collectives import Group, launch
-from laconic.comm.requests import Averaged, Decide, Exchange, Rank, gather, rank_of
 from laconic.comm.running import Batch, OwnStream, Running, decide, new_future, resolved, wait_for
 from laconic.comm.thread import EndThread, Flush, Items, end_thread, leave_thread
 from laconic.comm.timeout import CollectiveTimeout
+from laconic.exchange import Averaged, Decide, Exchange, Rank, gather, rank_of
 from laconic.ledger import Ledger
 from laconic.torch_private.distributed import destroy_group, ordered_by_stream, second_group
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laconic.comm.collectives import mean_in_blocks, shards_of, sums_exactly
-from laconic.comm.requests import Mean
+from laconic.exchange import Mean
 
 SEGMENT_BYTES = 1 << 20
 """The largest message of gloo's ring: the bounds of chunks are multiples of messages."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from laconic.comm.requests import Averaged, Exchange, First, Request, all_true, operation, own_bytes, payload_bytes
+from laconic.exchange import Averaged, Exchange, First, Request, all_true, operation, own_bytes, payload_bytes
 from laconic.ledger import Ledger
 
 

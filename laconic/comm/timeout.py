@@ -29,8 +29,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from laconic.checks.errors import LostWorkerError
-from laconic.checks.outliers import names
+from laconic.errors import LostWorkerError, names
 from laconic.torch_private.distributed import default_store
 from laconic.values import is_number
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from laconic.comm.requests import Exchange, Tensors
+from laconic.exchange import Exchange, Tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

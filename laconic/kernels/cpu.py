@@ -15,7 +15,7 @@ from torch import Tensor
 
 from laconic.codecs.orthonormal import orthonormal_all
 from laconic.codecs.packing import aligned, is_aligned
-from laconic.comm.requests import Averaged, Decide, Exchange, Tensors, all_finite
+from laconic.exchange import Averaged, Decide, Exchange, Tensors, all_finite
 from laconic.kernels.choose import own_is_in_residual
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from laconic.plans.plan import Plan
 class AutoPlan(Plan):
     """Begins as `power_sgd()`, which sends little and keeps the workers equal, until its observer can choose."""
 
-    observer: ClassVar[str] = "laconic.planner.auto:observer"
+    observer: ClassVar[str] = "laconic.tools.planner.auto:observer"
 
     def __repr__(self) -> str:
         return "auto()"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from laconic.comm.requests import State, Tensors
+from laconic.exchange import State, Tensors
 from laconic.values import as_code, is_number
 
 _REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)

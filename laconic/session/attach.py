@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from laconic.checks.agreement import agree, difference, parameter_facts
 from laconic.checks.divergence import DivergenceCheck, differences
-from laconic.checks.errors import DisagreementError
 from laconic.checks.finite import NonFinite, NonFiniteCheck
 from laconic.comm.groups import Given, Levels, whole_of
 from laconic.comm.queue import CollectiveQueue
+from laconic.errors import DisagreementError
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
 from laconic.session.anchor import Anchors

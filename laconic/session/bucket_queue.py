@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Exchange
 from laconic.comm.running import new_future
+from laconic.exchange import Exchange
 from laconic.session.model_state import ModelState, local_of
 
 if TYPE_CHECKING:

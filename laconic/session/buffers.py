@@ -16,7 +16,7 @@ from torch import Tensor
 from laconic.codecs.packing import bucketed, pack, unpack
 from laconic.comm.averaging import write
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Exchange, First, all_finite, true
+from laconic.exchange import Averaged, Exchange, First, all_finite, true
 from laconic.session.model_state import ModelState, clean
 
 logger = logging.getLogger(__name__)

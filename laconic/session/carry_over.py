@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laconic.codecs import Codec
 from laconic.codecs.feedback import residuals_by_name
-from laconic.comm.requests import Decide, Exchange, State
+from laconic.exchange import Decide, Exchange, State
 
 PARTS = 32
 """The steps over which residuals of gradients are delivered."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Exchange, Mean, true
+from laconic.exchange import Averaged, Exchange, Mean, true
 from laconic.plans.plan import Plan
 from laconic.session.model_state import ModelState, local_of
 

@@ -26,7 +26,7 @@ from laconic.checks.agreement import agree
 from laconic.checks.headers import Headers, exchange_headers
 from laconic.codecs import Codec, Exact
 from laconic.comm.averaging import write
-from laconic.comm.requests import State
+from laconic.exchange import State
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Sync
 from laconic.session.grad_scaler import ScaledSteps

@@ -15,8 +15,8 @@ from laconic.codecs.feedback import has_feedback
 from laconic.comm.averaging import write, written
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Exchange, State
 from laconic.cost import routed
+from laconic.exchange import Exchange, State
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
 from laconic.session.carry_over import CARRIED, deliver

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from laconic.codecs import Codec
 from laconic.codecs.feedback import residuals_by_name
-from laconic.comm.requests import Exchange, State
+from laconic.exchange import Exchange, State
 
 SKETCH = 256
 """Numbers in a sketch."""

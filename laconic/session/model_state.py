@@ -19,7 +19,7 @@ from laconic.checks.divergence import differences
 from laconic.codecs.packing import bucketed, pack, unpack
 from laconic.comm.averaging import written
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Exchange, First, State, true
+from laconic.exchange import Averaged, Exchange, First, State, true
 from laconic.session.carry_over import carry_gradients
 from laconic.torch_private.modules import tensors_of
 

@@ -3,7 +3,7 @@
 `laconic compare` reports progress through one, `laconic doctor` injects faults through another; metrics are a third.
 The session knows none of them by name. A launcher names the factories of observers in the environment:
 
-    LACONIC_OBSERVERS="laconic.compare.reporter:from_env,mypackage.metrics:observer"
+    LACONIC_OBSERVERS="laconic.tools.compare.reporter:from_env,mypackage.metrics:observer"
 """
 
 from __future__ import annotations

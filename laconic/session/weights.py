@@ -23,7 +23,7 @@ from laconic.codecs.packing import bucketed, in_buckets, in_parts
 from laconic.comm.averaging import average_in_place, write
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Exchange, all_finite, by_itself
+from laconic.exchange import Averaged, Exchange, all_finite, by_itself
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync
 from laconic.session.anchor import Anchor, Anchors

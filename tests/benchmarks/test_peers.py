@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from laconic.compare.launch import launch
-from laconic.compare.settings import Settings
+from laconic.tools.compare.settings import Settings
+from laconic.tools.launch.launch import launch
 
 pytestmark = [  # torch's launcher leaves the logs of workers open
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),

@@ -8,7 +8,7 @@ from torch import Tensor
 from laconic.checks.finite import NonFiniteCheck
 from laconic.codecs import ErrorFeedback, LowRank
 from laconic.comm.lockstep import lockstep
-from laconic.comm.requests import State
+from laconic.exchange import State
 from tests.laws.world import same_bits
 
 CODEC = ErrorFeedback(LowRank(rank=1))

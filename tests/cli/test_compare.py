@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from laconic.cli import running
-from laconic.compare.failures import WorkerError
-from laconic.compare.inputs import given_files
-from laconic.compare.settings import Script
-from laconic.compare.unfinished import Finished
+from laconic.tools.compare.inputs import given_files
+from laconic.tools.compare.settings import Script
+from laconic.tools.compare.unfinished import Finished
+from laconic.tools.launch.failures import WorkerError
 from tests.cli.conftest import Ended, Run
 from tests.cli.test_results import DDP
 

@@ -8,9 +8,9 @@ from dataclasses import fields
 import pytest
 
 from laconic.cli.running import CommandOptions
-from laconic.compare.export import judgements
-from laconic.compare.records import Outcome
-from laconic.compare.settings import Run, Script
+from laconic.tools.compare.export import judgements
+from laconic.tools.compare.records import Outcome
+from laconic.tools.compare.settings import Run, Script
 from tests.cli.conftest import ROOT
 from tests.cli.test_results import DDP
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import ROOT
-from tests.compare.processes import descendants, eventually, namespaces_alive, namespaces_held_by, running
 from tests.namespaces import needs_root
+from tests.tools.launch.processes import descendants, eventually, namespaces_alive, namespaces_held_by, running
 
 SMALL = ["--layers", "1", "--width", "64", "--heads", "2", "--context", "32"]
 

@@ -11,13 +11,13 @@ from rich.console import Console
 
 import laconic
 from laconic.cli.forecast import forecast_tables
-from laconic.compare.links import link as parse_link
-from laconic.planner.collectives import Formula
-from laconic.planner.front import PLANS
-from laconic.planner.predict import Scenario
-from laconic.planner.rows import Forecast
-from laconic.planner.shapes import from_count
-from tests.planner.test_probe_data import PROBE
+from laconic.tools.launch.links import link as parse_link
+from laconic.tools.planner.collectives import Formula
+from laconic.tools.planner.front import PLANS
+from laconic.tools.planner.predict import Scenario
+from laconic.tools.planner.rows import Forecast
+from laconic.tools.planner.shapes import from_count
+from tests.tools.planner.test_probe_data import PROBE
 
 MODEL = ["plan", "--parameters", "30846720"]
 BASE = [*MODEL, "--workers", "4", "--link", "992.6mbit", "--step", "25.2ms"]

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from laconic.cli.results import check_writable, closing_table, write_json
-from laconic.compare.records import Outcome
-from laconic.compare.settings import LabError
-from laconic.compare.units import human_bytes, ratio
+from laconic.tools.compare.records import Outcome
+from laconic.tools.compare.settings import LabError
+from laconic.tools.compare.units import human_bytes, ratio
 
 DDP = Outcome(
     plan="ddp()",

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from laconic.cli.view import LiveView, PlainView, Row, View, make_view, plain_line, sparkline
-from laconic.compare.progress import Progress
+from laconic.tools.compare.progress import Progress
 
 LABELS = {Row(0, 0): "ddp()", Row(1, 0): "power_sgd(rank=4)"}
 NOW = Progress(worker=0, step=1, steps=200, loss=2.0, tokens_per_s=1234.0, sent_bytes=5000, seconds=1.0)

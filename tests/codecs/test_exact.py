@@ -9,7 +9,7 @@ import torch
 
 from laconic.codecs import Cast, ErrorFeedback, Exact
 from laconic.comm.lockstep import lockstep
-from laconic.comm.requests import Averaged, Mean
+from laconic.exchange import Averaged, Mean
 from laconic.ledger import Ledger
 
 

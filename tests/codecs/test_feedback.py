@@ -10,7 +10,7 @@ import torch
 from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
 from laconic.codecs.feedback import has_feedback, rescale_residuals, return_to_residual
 from laconic.comm.lockstep import lockstep
-from laconic.comm.requests import Mean
+from laconic.exchange import Mean
 from laconic.ledger import Ledger
 from tests.laws.world import World, residuals, tensors
 

@@ -16,7 +16,7 @@ from laconic.codecs.packing import cut, overlapping
 from laconic.comm import Averaged, Exchange, dry, lockstep
 from laconic.comm.averaging import average_in_place, in_pieces
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import true
+from laconic.exchange import true
 from laconic.ledger import Ledger
 from tests.workers import run_workers
 

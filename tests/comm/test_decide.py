@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from laconic.comm.lockstep import in_turn, lockstep
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Decide, Exchange, Mean, all_true, by_itself
+from laconic.exchange import Averaged, Decide, Exchange, Mean, all_true, by_itself
 from laconic.ledger import Ledger
 from tests.workers import run_workers
 

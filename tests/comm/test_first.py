@@ -9,7 +9,7 @@ import torch.distributed as dist
 from laconic.comm import Averaged, Exchange, First
 from laconic.comm.groups import subgroup_of
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import true
+from laconic.exchange import true
 from laconic.ledger import Ledger
 from tests.workers import run_workers
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from laconic.checks.digests import digest
 from laconic.comm.queue import CollectiveQueue
-from laconic.comm.requests import Averaged, Exchange, Mean, true
 from laconic.comm.ring import gloo_mean
+from laconic.exchange import Averaged, Exchange, Mean, true
 from laconic.ledger import Ledger
 from tests.workers import run_workers
 

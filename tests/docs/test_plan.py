@@ -11,11 +11,11 @@ import typer
 
 import laconic
 from laconic.cli.main import app
-from laconic.compare.links import link
-from laconic.planner.collectives import Formula
-from laconic.planner.predict import Scenario
-from laconic.planner.rows import Forecast
-from laconic.planner.shapes import from_count
+from laconic.tools.launch.links import link
+from laconic.tools.planner.collectives import Formula
+from laconic.tools.planner.predict import Scenario
+from laconic.tools.planner.rows import Forecast
+from laconic.tools.planner.shapes import from_count
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]

@@ -11,8 +11,8 @@ import typer
 
 from laconic import ddp
 from laconic.cli.main import app
-from laconic.planner.simulate.tasks import SimulatedTask
-from laconic.planner.simulate.training import SimulatedRun, Training
+from laconic.tools.simulate.tasks import SimulatedTask
+from laconic.tools.simulate.training import SimulatedRun, Training
 
 PAGE = (Path(__file__).parents[2] / "docs" / "simulate.md").read_text()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from laconic.comm.lockstep import lockstep
-from laconic.comm.requests import State
+from laconic.exchange import State
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]

@@ -12,7 +12,7 @@ import torch
 
 from laconic.codecs import ByShape, ErrorFeedback, Exact, LowRank
 from laconic.comm.lockstep import lockstep
-from laconic.comm.requests import State
+from laconic.exchange import State
 from tests.kernels.gradients import GPU, SHAPES, close, inputs, run
 
 
@@ -99,7 +99,7 @@ import torch
 from laconic.codecs import ByShape, ErrorFeedback, LowRank
 from laconic.codecs.low_rank_state import Factors
 from laconic.comm.lockstep import lockstep
-from laconic.comm.requests import Mean
+from laconic.exchange import Mean
 from laconic.kernels.cuda.collect import Collection
 from laconic.kernels.cuda.fused import bind
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from laconic.codecs import ByShape, ErrorFeedback, LowRank
 from laconic.codecs.orthonormal import orthonormal
 from laconic.comm.lockstep import in_turn, lockstep
-from laconic.comm.requests import State
+from laconic.exchange import State
 from tests.kernels.gradients import DEVICES, SHAPES, close, inputs, run
 from tests.laws.world import same_bits
 

@@ -20,7 +20,7 @@ from laconic.codecs.low_rank_state import Factors
 from laconic.codecs.quantized import Quantized
 from laconic.codecs.sparse import TopK
 from laconic.comm.lockstep import lockstep
-from laconic.comm.requests import Exchange, Rank, State
+from laconic.exchange import Exchange, Rank, State
 from tests.kernels.gradients import GPU
 
 NAN, INFINITE, PADDED = 4, 5, 7

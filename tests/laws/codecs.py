@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic.codecs import Batched, ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
-from laconic.comm.requests import Averaged
+from laconic.exchange import Averaged
 from tests.laws.world import World
 
 QUICK: list[Codec] = [

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laconic.codecs import Batched, ByShape, Codec, ErrorFeedback, Exact, LowRank
 from laconic.comm.dry import dry
-from laconic.comm.requests import State, Tensors
+from laconic.exchange import State, Tensors
 from laconic.ledger import Ledger
 from tests.laws.codecs import (
     CODECS,

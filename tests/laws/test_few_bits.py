@@ -11,7 +11,7 @@ from torch import Tensor
 import laconic
 from laconic.codecs import ByShape, Codec, ErrorFeedback, LowRank, Quantized, Sign, TopK
 from laconic.comm.lockstep import lockstep
-from laconic.comm.requests import State
+from laconic.exchange import State
 from tests.laws.world import residuals, same_bits, true_mean
 
 CODECS: list[Codec] = [

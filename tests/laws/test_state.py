@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laconic.codecs import Codec
 from laconic.comm.lockstep import lockstep
-from laconic.comm.requests import Tensors
+from laconic.exchange import Tensors
 from tests.laws.codecs import (
     CODECS,
     RANK_DEFICIENT,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic.codecs import Codec
 from laconic.comm.lockstep import lockstep, serve
-from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Rank, State, Tensors, rank_of
+from laconic.exchange import Averaged, Decide, Exchange, Mean, Rank, State, Tensors, rank_of
 from laconic.ledger import Ledger
 
 SHAPES: dict[str, tuple[int, ...]] = {

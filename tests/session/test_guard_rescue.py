@@ -10,10 +10,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
-from laconic.compare.lab import text
-from laconic.compare.lab.models import GPT
-from laconic.compare.lab.script import lr_share
-from laconic.compare.lab.tasks import loss_of, validation_loss
+from laconic.tools.lab import text
+from laconic.tools.lab.models import GPT
+from laconic.tools.lab.script import lr_share
+from laconic.tools.lab.tasks import loss_of, validation_loss
 from tests.workers import run_workers
 
 WORKERS, STEPS, BATCH, CONTEXT = 4, 400, 2, 64

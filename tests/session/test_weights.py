@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from laconic.codecs.packing import in_parts
-from laconic.comm.requests import Averaged, Exchange, Mean, State, Tensors
+from laconic.exchange import Averaged, Exchange, Mean, State, Tensors
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import run_workers
 

@@ -15,7 +15,7 @@ from laconic.checks.agreement import agree, parameter_facts
 from laconic.codecs import Batched, ByShape, Codec, ErrorFeedback, LowRank
 from laconic.codecs.batched import name_of, side_of
 from laconic.codecs.contract import wide_dtype
-from laconic.comm.requests import Exchange, State
+from laconic.exchange import Exchange, State
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laconic.codecs.contract import accept_every_shape
 from laconic.codecs.packing import pack, unpack
-from laconic.comm.requests import Averaged, Exchange, Gather, State, Tensors, all_finite, true
+from laconic.exchange import Averaged, Exchange, Gather, State, Tensors, all_finite, true
 from laconic.values import as_code
 
 

@@ -15,7 +15,7 @@ from laconic.codecs import Codec
 from laconic.comm.averaging import written
 from laconic.comm.collectives import launch
 from laconic.comm.queue import CollectiveQueue, resolved
-from laconic.comm.requests import Exchange, Rank, State, by_itself, rank_of
+from laconic.exchange import Exchange, Rank, State, by_itself, rank_of
 from laconic.ledger import Ledger
 from laconic.session.bucket_queue import Average, BucketQueue
 

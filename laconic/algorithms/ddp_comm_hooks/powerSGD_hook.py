@@ -22,7 +22,7 @@ from laconic.algorithms.ddp_comm_hooks.compression import SETTINGS, agree_at_fir
 from laconic.algorithms.ddp_comm_hooks.engine import HookState
 from laconic.algorithms.ddp_comm_hooks.torch_state import Conversion, PickledState
 from laconic.codecs import ErrorFeedback, Exact, LowRank
-from laconic.comm.requests import Exchange
+from laconic.exchange import Exchange
 from laconic.ledger import Ledger
 from laconic.session.bucket_queue import as_laid_out
 

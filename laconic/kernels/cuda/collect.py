@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from laconic.comm.requests import Tensors
+from laconic.exchange import Tensors
 from laconic.kernels.cuda import triton_collect as kernels
 from laconic.kernels.cuda.launches import Launch
 

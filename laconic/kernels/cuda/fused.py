@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from laconic.comm.requests import Averaged, Decide, Exchange, Mean, Rank, Request, Tensors
+from laconic.exchange import Averaged, Decide, Exchange, Mean, Rank, Request, Tensors
 from laconic.kernels.choose import own_is_in_residual
 from laconic.kernels.cuda.launches import Sequence
 from laconic.kernels.cuda.matrices import BucketMatrices

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from laconic.codecs.quantized import Quantized
 from laconic.codecs.shards import Shards
-from laconic.comm.requests import Tensors
+from laconic.exchange import Tensors
 from laconic.kernels.cuda import launches
 from laconic.kernels.cuda import triton_low_rank as kernels
 from laconic.kernels.cuda.collect import Collection

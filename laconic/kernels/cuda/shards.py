@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laconic.codecs.quantized import Quantized
 from laconic.codecs.shards import Shards, known_shards
-from laconic.comm.requests import AllToAll, Averaged, Decide, Exchange, Gather, Request, State, Tensors
+from laconic.exchange import AllToAll, Averaged, Decide, Exchange, Gather, Request, State, Tensors
 from laconic.kernels.choose import own_is_in_residual
 from laconic.kernels.cuda import triton_rows as kernels
 from laconic.kernels.cuda.collect import KINDS

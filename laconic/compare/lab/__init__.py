@@ -1,1 +1,0 @@
-"""The lab: small models on embedded data, trained by an ordinary script, `python -m laconic.compare.lab.script`."""

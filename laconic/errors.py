@@ -1,0 +1,64 @@
+"""Errors that a caller can act on. Each is raised on every worker that takes part.
+
+A launcher such as Ray pickles the error of a worker, and calls its class with the message alone to read it again: so
+every other argument has a default.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+
+class DisagreementError(RuntimeError):
+    """Workers have different settings, parameters or versions. The message names the first difference."""
+
+
+class DesyncError(RuntimeError):
+    """Workers are not at the same step, or not under the same plan."""
+
+
+class NonFiniteError(RuntimeError):
+    """NaN or Inf on some workers. `workers` are their indices."""
+
+    def __init__(self, message: str, workers: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.workers = list(workers)
+
+
+class DivergedError(RuntimeError):
+    """Weights that must be equal on all workers are not. `workers` are those in the minority."""
+
+    def __init__(self, message: str, workers: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.workers = list(workers)
+
+
+class LostWorkerError(RuntimeError):
+    """A worker died, stopped or was disconnected. `missing` are the indices of those that did not respond."""
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = list(missing)
+
+
+def outliers(values: Sequence[Value]) -> tuple[Value, list[int]]:
+    """Return the most common value, and the workers that have another.
+
+    >>> outliers([4, 8, 4])
+    (4, [1])
+    """
+    usual = Counter(values).most_common(1)[0][0]
+    return usual, [worker for worker, each in enumerate(values) if each != usual]
+
+
+def names(workers: Sequence[int]) -> str:
+    """Format workers for a message.
+
+    >>> names([2]), names([1, 3])
+    ('worker 2', 'workers 1, 3')
+    """
+    return f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"

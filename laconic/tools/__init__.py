@@ -1,0 +1,1 @@
+"""Tools beside training: they launch, compare, plan, measure, simulate and check, through public names of laconic."""

@@ -1,0 +1,107 @@
+"""How outcomes are judged: against which ones, by which loss, and by which bytes. One place for tables and headline.
+
+Two runs are the measure of all others: `alone()`, whose workers never synchronise, and `ddp()`.
+
+    kept       = (alone - plan) / (alone - ddp), of the loss at equal steps: the share of what talking gives
+    efficiency = (seconds of ddp() without a slow link to the target) / (seconds of the plan over the link to it)
+
+The ceiling of both is about 1. The floor of `kept` is 0; that of `efficiency` is the efficiency of `alone()`.
+"""
+
+import math
+from collections.abc import Sequence
+
+from laconic.tools.compare.records import Outcome
+
+AS_GOOD = 0.01
+"""A plan is as good as the reference if it has lowered the loss by at least 99% of what the reference has."""
+
+
+def reference(outcomes: Sequence[Outcome]) -> Outcome:
+    """The outcome that the others are compared with: that of `ddp()`, wherever it is in the list; else the first."""
+    return _find("ddp()", outcomes) or next((each for each in outcomes if not each.without_link), outcomes[0])
+
+
+def alone(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The outcome of workers that never synchronise, if there is one."""
+    return _find("alone()", outcomes)
+
+
+def ceiling(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The outcome of `ddp()` without a slow link, if there is one."""
+    free = next((each for each in outcomes if each.plan == "ddp()" and each.without_link), None)
+    return free or next((each for each in outcomes if each.plan == "ddp()" and each.link is None), None)
+
+
+def kept_share(alone: float, plan: float, ddp: float) -> float | None:
+    """The share of what talking gives that a plan keeps; NaN for a plan whose loss is; None if talking gives nothing.
+
+    >>> kept_share(alone=2.0, plan=1.7, ddp=1.5)
+    0.6
+    """
+    gain = alone - ddp
+    return round((alone - plan) / gain, 9) if math.isfinite(gain) and gain > 0 else None
+
+
+def kept(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
+    """The share of what talking gives that an outcome keeps; None without `alone()` or `ddp()`, or equal steps."""
+    silent, ddp = alone(outcomes), _find("ddp()", outcomes)
+    losses = [] if silent is None or ddp is None else losses_at_equal_steps([silent, outcome, ddp])
+    return kept_share(*losses) if losses else None
+
+
+def efficiency(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
+    """The speed to the target beside `ddp()` without a slow link: 0 if never reached, None if that is unknown."""
+    free = ceiling(outcomes)
+    if free is None or not free.reached:
+        return None
+    return free.seconds / outcome.seconds if outcome.reached else 0.0
+
+
+def no_better_than_alone(outcome: Outcome, outcomes: Sequence[Outcome]) -> bool:
+    """Whether workers would have done as well without synchronising: sooner at the target, or with as low a loss."""
+    silent = alone(outcomes)
+    if silent is None or outcome is silent or outcome.without_link:
+        return False
+    if silent.reached or outcome.reached:
+        return not outcome.reached or (silent.reached and outcome.seconds >= silent.seconds)
+    if "seconds" in (silent.ended, outcome.ended):
+        return not _lower(outcome.loss_final, silent.loss_final)
+    losses = losses_at_equal_steps([outcome, silent])
+    return bool(losses) and not _lower(*losses)
+
+
+def losses_at_equal_steps(outcomes: Sequence[Outcome]) -> list[float]:
+    """The losses of outcomes after the same number of steps: the last that all of them have. Empty if there is none."""
+    if len({each.steps for each in outcomes}) == 1:
+        return [each.loss_final for each in outcomes]
+    curves = [{p.step: p.loss for p in each.validations or each.curve} for each in outcomes]
+    common = set.intersection(*(set(curve) for curve in curves))
+    return [curve[max(common)] for curve in curves] if common else []
+
+
+def as_good(outcome: Outcome, other: Outcome) -> bool:
+    """Whether the final loss of an outcome is as low as that of the reference, within `AS_GOOD`. NaN is not."""
+    if not math.isfinite(other.loss_final):
+        return math.isfinite(outcome.loss_final)
+    tolerance = AS_GOOD * max(0.0, other.loss_start - other.loss_final)
+    return outcome.loss_final <= other.loss_final + tolerance
+
+
+def slow_bytes(outcome: Outcome) -> int:
+    """The bytes that a worker sends at the outermost level, which crosses the slowest links."""
+    return outcome.level_bytes.get("world", 0) if outcome.level_bytes else outcome.wire_bytes
+
+
+def has_levels(outcomes: Sequence[Outcome]) -> bool:
+    """Whether a plan also sends inside groups of workers."""
+    return any(level != "world" for outcome in outcomes for level in outcome.level_bytes)
+
+
+def _find(plan: str, outcomes: Sequence[Outcome]) -> Outcome | None:
+    return next((each for each in outcomes if each.plan == plan and not each.without_link), None)
+
+
+def _lower(loss: float, than: float) -> bool:
+    """Whether a loss is lower than another one; NaN is the highest."""
+    return math.isfinite(loss) and not (math.isfinite(than) and loss >= than)

@@ -1,0 +1,197 @@
+"""The four figures: loss against time, loss against bytes, parts of the time, bytes of each level.
+
+Matplotlib draws them, in a size that is readable on a phone. In the page, variables of its style sheet replace the
+colours, for light and dark.
+"""
+
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from laconic.tools.compare.records import Outcome, Point
+from laconic.tools.compare.units import duration, human_bytes
+
+INCHES = (4.4, 3.0)
+LINE_STYLES: tuple[Literal["-", "--", "-.", ":"], ...] = ("-", "--", "-.", ":")
+
+
+INK, FAINT = "#1b1f24", "#d5d9de"
+PLANS = ("#4c5560", "#0072b2", "#d55e00", "#00835f", "#a64d86", "#8a6d00")
+PARTS = {"computing": "#6f9a78", "communicating": "#cfa52a", "waiting": "#b7a3dd"}
+VARIABLES = {
+    INK: "var(--ink)",
+    FAINT: "var(--faint)",
+    **{colour: f"var(--plan-{index})" for index, colour in enumerate(PLANS)},
+    **{colour: f"var(--part-{index})" for index, colour in enumerate(PARTS.values())},
+}
+"""The variable of the page's style sheet for each colour."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure: its id in the page, its title, its caption, and the function that draws it."""
+
+    name: str
+    title: str
+    note: str
+    draw: Callable[[Axes, Sequence[Outcome]], None]
+
+
+def drawings(outcomes: Sequence[Outcome]) -> list[Drawing]:
+    """The figures of a comparison."""
+    clock = "" if outcomes[0].clock == "measured" else " The time of the link is computed from the bytes."
+    smooth = "Training loss, averaged over 8 steps and all workers."
+    if all(outcome.validations for outcome in outcomes):
+        smooth = "Validation loss of the averaged weights; of alone(), the mean over its workers."
+    time_note = "Computing alone, communicating (a collective is in flight), and waiting for slower workers."
+    return [
+        Drawing("loss-time", "Loss against time", smooth + clock, _loss_against_time),
+        Drawing("loss-bytes", "Loss against bytes", f"{smooth} Bytes that one worker sends.", _loss_against_bytes),
+        Drawing("time", "Where the time went", time_note + clock, _where_the_time_went),
+        Drawing("levels", "Bytes of each level", "Bytes that one worker sends at each level of the plan.", _levels),
+    ]
+
+
+def svg(drawing: Drawing, outcomes: Sequence[Outcome]) -> str:
+    """Draw a figure as SVG for the page: colours are variables, text stays text, ids are unique."""
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "laconic", "font.size": 10}):
+        figure = Figure(figsize=INCHES, layout="constrained")
+        drawing.draw(figure.add_subplot(), outcomes)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    source = text.getvalue()
+    source = source[source.index("<svg ") :].rstrip()
+    source = re.sub(r"<metadata>.*?</metadata>", "", source, flags=re.DOTALL)
+    source = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{drawing.name}-", source)
+    source = re.sub(r"(\d)px ('DejaVu Sans'[^;\"]*)", r"\1px system-ui, sans-serif", source)
+    accessible = f'role="img" aria-label="{drawing.title}"'
+    source = re.sub(r'^<svg [^>]*?(viewBox="[^"]*")[^>]*>', rf"<svg \1 {accessible}>", source)
+    for colour, variable in VARIABLES.items():
+        source = source.replace(colour, variable)
+    return source
+
+
+def png(outcomes: Sequence[Outcome], title: str) -> bytes:
+    """Draw all figures in one image, on white."""
+    with matplotlib.rc_context({"font.size": 9}):
+        figure = Figure(figsize=(2.3 * INCHES[0], 2.2 * INCHES[1] + 0.9), layout="constrained")
+        for axes, drawing in zip(figure.subplots(2, 2).flat, drawings(outcomes), strict=True):
+            axes.set_title(drawing.title, loc="left", fontweight="bold", color=INK)
+            drawing.draw(axes, outcomes)
+        patches = [Patch(color=colour, label=name) for name, colour in PARTS.items()]
+        figure.axes[2].legend(handles=patches, loc="upper right", ncols=3, frameon=False, fontsize=8)
+        lines = [
+            Line2D([], [], color=_colour(index), linestyle=LINE_STYLES[index % 4], linewidth=2)
+            for index in range(len(outcomes))
+        ]
+        figure.legend(
+            lines, [outcome.label for outcome in outcomes], loc="outside lower center", ncols=3, frameon=False
+        )
+        figure.suptitle(title, wrap=True, color=INK, fontsize=11)
+        content = io.BytesIO()
+        figure.savefig(content, format="png", dpi=130, metadata={"Software": None})
+    return content.getvalue()
+
+
+def parts(outcome: Outcome) -> tuple[float, float, float]:
+    """The seconds of computing alone, communicating and waiting; their sum is the run's."""
+    waiting = outcome.waiting_seconds or 0.0
+    return outcome.seconds - outcome.talking_seconds, outcome.talking_seconds - waiting, waiting
+
+
+def _colour(plan: int) -> str:
+    return PLANS[plan % len(PLANS)]
+
+
+def _loss_against_time(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+    label = "seconds (link computed)" if outcomes[0].clock == "computed" else "seconds"
+    _losses(axes, outcomes, [[point.seconds for point in points] for points in _curves(outcomes)], label)
+    axes.xaxis.set_major_formatter("{x:g}")
+
+
+def _curves(outcomes: Sequence[Outcome]) -> list[tuple[Point, ...]]:
+    """The validation losses if all runs have them, else the training losses."""
+    validated = all(outcome.validations for outcome in outcomes)
+    return [outcome.validations if validated else outcome.curve for outcome in outcomes]
+
+
+def _loss_against_bytes(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+    sent = [[float(point.wire_bytes) for point in points] for points in _curves(outcomes)]
+    _losses(axes, outcomes, sent, "bytes sent by each worker")
+    axes.xaxis.set_major_formatter(lambda value, _: human_bytes(value))
+
+
+def _losses(axes: Axes, outcomes: Sequence[Outcome], xs: Sequence[Sequence[float]], label: str) -> None:
+    for index, (points, x) in enumerate(zip(_curves(outcomes), xs, strict=True)):
+        pairs = zip(x, (point.loss for point in points), strict=True)
+        shown = [(value, loss) for value, loss in pairs if value > 0 and math.isfinite(loss)]
+        if shown:
+            colour, style = _colour(index), LINE_STYLES[index % 4]
+            axes.plot(*zip(*shown, strict=True), linestyle=style, linewidth=2, color=colour)
+            axes.plot(*shown[-1], marker="o", markersize=5, linestyle="none", color=colour)
+    if axes.lines:  # a log scale needs data
+        axes.set_xscale("log")
+    if outcomes[0].until_loss is not None:
+        axes.axhline(outcomes[0].until_loss, color=INK, linewidth=1, linestyle=(0, (2, 2)))
+    axes.set_ylabel("loss", color=INK)
+    _style(axes, label)
+
+
+def _where_the_time_went(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+    for row, outcome in enumerate(outcomes):
+        begin = 0.0
+        for part, colour in zip(parts(outcome), PARTS.values(), strict=True):
+            share = 100 * part / outcome.seconds
+            axes.barh(row + 0.15, share, left=begin, height=0.4, color=colour, edgecolor="none")
+            begin += share
+        _name_row(axes, row, f"{outcome.label}, {duration(outcome.seconds)}")
+    axes.set_xlim(0, 100)
+    _style_rows(axes, len(outcomes), "% of the run's seconds")
+
+
+def _levels(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+    rows = [
+        (index, outcome.label, level, count)
+        for index, outcome in enumerate(outcomes)
+        for level, count in outcome.level_bytes.items() or [("nothing sent", 0)]
+    ]
+    for row, (index, plan, level, count) in enumerate(rows):
+        axes.barh(row + 0.15, max(count, 1), height=0.4, color=_colour(index), edgecolor="none")
+        _name_row(axes, row, f"{plan}, {level}: {human_bytes(count)}")
+    most = max(1, *(count for *_, count in rows))
+    axes.set_xscale("log")
+    axes.set_xlim(max(1, most / 1e5), most * 1.5)
+    axes.xaxis.set_major_formatter(lambda value, _: human_bytes(value))
+    _style_rows(axes, len(rows), "bytes")
+
+
+def _name_row(axes: Axes, row: int, text: str) -> None:
+    """Write the name above its bar, where there is room for a long one."""
+    text = text if len(text) < 52 else f"{text[:32]} … {text[-18:]}"
+    axes.annotate(text, (0.0, row - 0.12), xycoords=("axes fraction", "data"), color=INK, va="bottom")
+
+
+def _style_rows(axes: Axes, count: int, label: str) -> None:
+    axes.set_ylim(max(count, 2) - 0.4, -0.6)
+    axes.set_yticks([])
+    _style(axes, label)
+    axes.grid(visible=False)
+    axes.spines["left"].set_visible(False)
+
+
+def _style(axes: Axes, label: str) -> None:
+    axes.set_xlabel(label, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(INK)
+    axes.tick_params(which="both", colors=INK)
+    axes.grid(visible=True, color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)

@@ -1,0 +1,262 @@
+"""Run a user's script on workers, up to the end of its `laconic.attach` or with faults, and report how it ends."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+import laconic
+from laconic.errors import names, outliers
+from laconic.session.observers import VARIABLE as OBSERVERS
+from laconic.tools.compare.settings import LabError, check_count, check_positive
+from laconic.tools.doctor.finding import Finding, finding
+from laconic.tools.doctor.injection import FACTORY, INJECT, MARKS, UNTIL, Fault, Mark, fault, read_marks
+from laconic.tools.launch.failures import killed_by
+from laconic.tools.launch.folders import run_folder
+from laconic.tools.launch.launch import LOOPBACK, environment
+from laconic.tools.launch.slow_link import PROGRAM
+
+LATE, STOPPED = "killed at the time limit", "stopped, and killed when all other workers had ended"
+POLL_S, KEPT_LINES = 0.05, 200
+PIPE_S = 2.0  # children of the script may keep its pipe open
+ATTACH_WARNING = "attach: "  # how a warning of laconic.attach begins on stderr
+_ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)(?::|$)")
+_ABORT = re.compile(r"\s*what\(\): |Fatal Python error|\[[EF]\d{4} ")
+_NOISE = re.compile(r"\s|\[[WI]\d{4} |.*\b\w*Warning\b|terminate called|WARNING\b")
+"""Lines that do not tell why a process ended: indented ones, and warnings of Python and of torch's C++."""
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch writes it before each line of a worker's traceback
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """A script, its arguments, its workers, a time limit, and the faults to inject. Without faults, a dry run."""
+
+    script: Path
+    arguments: tuple[str, ...] = ()
+    workers: int = 2
+    limit_s: float = 300.0
+    faults: tuple[Fault, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_count("workers", self.workers)
+        check_positive("seconds", self.limit_s)
+        if not self.script.is_file():
+            raise LabError(f"--script {self.script}: there is no such file. Give the path of a training script.")
+        for each in self.faults:
+            if each.worker >= self.workers:
+                rule = f"there are {self.workers} workers, counted from 0. Use a worker from 0 to {self.workers - 1}."
+                raise LabError(f"--inject {each}: {rule}")
+
+    def environ(self, folder: Path, port: int) -> dict[str, str]:
+        """Return the variables of `laconic.tools.doctor.injection`, and those of a store that the doctor keeps open."""
+        others = [each for each in os.environ.get(OBSERVERS, "").split(",") if each.strip() not in ("", FACTORY)]
+        order = {INJECT: ",".join(map(str, self.faults))} if self.faults else {UNTIL: "attach"}
+        store = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        return {OBSERVERS: ",".join([*others, FACTORY]), MARKS: str(folder), **order, **store}
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """How the script ended on one worker, and the last lines of its stderr with their times."""
+
+    worker: int
+    code: int = -1
+    lines: Sequence[tuple[float, str]] = ()
+    killed: str = ""
+    """When and why the doctor killed the script, if it did."""
+    plan: str | None = None
+    """The plan that the script attached, if `laconic.attach` came to its end."""
+    timeout_s: float | None = None
+    """How long the session would wait for a collective, when the first fault was injected."""
+
+    @property
+    def error(self) -> tuple[float, str]:
+        """The time and the first line of the error that ended the script; an empty line if there was none."""
+        return next(((at, line) for at, line in reversed(self.lines) if _ERROR.match(line)), (0.0, ""))
+
+    @property
+    def error_class(self) -> str:
+        """The class of that error, without its module."""
+        return self.error[1].partition(":")[0].rpartition(".")[2]
+
+    @property
+    def ending(self) -> str:
+        """How the process ended."""
+        return self.killed or killed_by(self.code)
+
+    @property
+    def reason(self) -> str:
+        """Why the script ended: the error or its last line, with how the process ended unless it exited by itself."""
+        last_line = self.error[1] or self._last_line
+        if self.code > 0 and last_line:
+            return last_line
+        return self.ending + (f"; its last line: {last_line}" if last_line else "")
+
+    @property
+    def _last_line(self) -> str:
+        """The last line about an abort, else the last that is not a warning, else the last line."""
+        lines = [line for _, line in reversed(self.lines)]
+        telling = [line.strip() for line in lines if _ABORT.match(line)]
+        return (*telling, *(line for line in lines if not _NOISE.match(line)), *lines, "")[0]
+
+
+def open_store() -> TCPStore:
+    """Open a store for the workers of a script on a free port. It outlives them, as torchrun's does."""
+    return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+
+
+def run_here(run: ScriptRun) -> tuple[list[WorkerExit], list[Mark]]:
+    """Start all workers on this machine, and wait for them; return how they ended, and the faults in order of time."""
+    store = open_store()
+    with run_folder() as folder, environment(run.environ(folder, store.port), run.workers):
+        place = {"MASTER_ADDR": LOOPBACK, "WORLD_SIZE": str(run.workers), "LOCAL_WORLD_SIZE": str(run.workers)}
+        ranks = [{**place, "RANK": str(worker), "LOCAL_RANK": str(worker)} for worker in range(run.workers)]
+        exits = _run(run, folder, [{**os.environ, **rank} for rank in ranks])
+        return exits, [mark for mark in read_marks(folder) if mark.fault]
+
+
+def run_as_worker(run: ScriptRun, port: int) -> WorkerExit:
+    """Start the script as one worker of a run whose other workers are elsewhere, with a store of its own."""
+    with run_folder() as folder:
+        return _run(run, folder, [{**os.environ, **run.environ(folder, port)}])[0]
+
+
+class _Process:
+    """The script of one worker, with the last lines of its stderr. It ends when this process does."""
+
+    def __init__(self, run: ScriptRun, environ: Mapping[str, str]) -> None:
+        self.worker, self.killed = int(environ["RANK"]), ""
+        # "enter" lets the kernel kill the script when its parent ends
+        command = [sys.executable, str(PROGRAM), "enter", "null", sys.executable, str(run.script), *run.arguments]
+        null, pipe = subprocess.DEVNULL, subprocess.PIPE
+        self.popen = subprocess.Popen(command, env=environ, stdout=null, stderr=pipe, text=True, errors="replace")
+        self._lines: deque[tuple[float, str]] = deque(maxlen=KEPT_LINES)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        with self.popen.stderr as lines:
+            for line in filter(str.strip, lines):
+                self._lines.append((time.time(), _RANK_PREFIX.sub("", line.rstrip())))
+
+    def wait(self, plan: str | None, timeout_s: float | None) -> WorkerExit:
+        code = self.popen.wait()
+        self._reader.join(PIPE_S)
+        return WorkerExit(self.worker, code, tuple(self._lines), self.killed, plan, timeout_s)
+
+
+def _run(run: ScriptRun, folder: Path, environs: Sequence[Mapping[str, str]]) -> list[WorkerExit]:
+    """Run the script in each environment, to its end or the time limit; kill stopped workers when others have ended."""
+    deadline = time.monotonic() + run.limit_s
+    running = processes = [_Process(run, environ) for environ in environs]
+    try:
+        while running:
+            lost = _lost(read_marks(folder))
+            time.sleep(POLL_S)  # a lost worker that still runs after this is not killed, but stopped
+            running = [each for each in running if each.popen.poll() is None]
+            late = time.monotonic() > deadline
+            if late or all(each.worker in lost for each in running):
+                for each in running:
+                    each.killed = LATE if late else STOPPED
+                break
+    finally:
+        for each in processes:
+            each.popen.kill()
+    marks = read_marks(folder)
+    plans = {mark.worker: mark.plan for mark in marks if mark.plan}
+    timeouts = {mark.worker: mark.timeout_s for mark in marks if mark.timeout_s}
+    return [each.wait(plans.get(each.worker), timeouts.get(each.worker)) for each in processes]
+
+
+def _lost(marks: Sequence[Mark]) -> set[int]:
+    """Return the workers that a fault killed, or stopped for good."""
+    return {mark.worker for mark in marks if mark.fault and fault(mark.fault).ends_worker}
+
+
+def check_handshake(exits: Sequence[WorkerExit]) -> list[Finding]:
+    """Check that all workers came to the end of `laconic.attach`, with the same plan."""
+    absent = [each for each in exits if each.plan is None]
+    if absent:
+        return [_not_attached(absent)]
+    usual, odd = outliers([str(each.plan) for each in exits])
+    if odd:  # possible where groups of workers train separately
+        found = f"{names(odd)} attached {exits[odd[0]].plan}, the others {usual}"
+        why, way_out = "All workers must use the same plan.", "Give all workers the same plan."
+        return [Finding("script", "problem", found, why, way_out)]
+    found = f"all {len(exits)} workers attached {usual}, with the same parameters and versions"
+    lines = dict.fromkeys(line for each in exits for _, line in each.lines if line.startswith(ATTACH_WARNING))
+    why, way_out = "Workers with different seeds start from different weights.", "Seed all workers alike."
+    return [Finding("script", "ok", found), *(Finding("script", "warning", line, why, way_out) for line in lines)]
+
+
+def _not_attached(absent: Sequence[WorkerExit]) -> Finding:
+    workers = names([each.worker for each in absent])
+    with_error = [each for each in absent if each.lines] or absent
+    first = next((each for each in with_error if each.error_class == "DisagreementError"), with_error[0])
+    if first.code == 0:
+        found, why = f"{workers} ended without laconic.attach", "Without it, laconic does nothing."
+        way_out = "Call laconic.attach(plan, model, optimizer) in the script, and pass its arguments after --."
+        return Finding("script", "problem", found, why, way_out)
+    found = f"{workers} did not complete laconic.attach: {first.reason}"
+    return Finding("script", "problem", found, "A run would fail in the same way.", "Correct this error first.")
+
+
+def inject_faults(run: ScriptRun) -> list[Finding]:
+    """Run a script with faults on this machine, and report how each worker ended."""
+    exits, injected = run_here(run)
+    return check_injected(run, injected) + [check_exit(each, injected, run.limit_s) for each in exits]
+
+
+def check_injected(run: ScriptRun, injected: Sequence[Mark]) -> list[Finding]:
+    """Check that every fault was injected."""
+    findings = [Finding(f"fault {injected[0].fault}", "ok", "injected")] if injected else []
+    for mark in injected[1:]:
+        found = f"injected {mark.time_s - injected[0].time_s:.2f} s after the first"
+        findings.append(Finding(f"fault {mark.fault}", "ok", found))
+    done = {mark.fault for mark in injected}
+    for each in run.faults:
+        if str(each) not in done:
+            found = f"not injected: worker {each.worker} did not reach step {each.step}"
+            way_out = "Call laconic.attach in the script and train longer, or choose an earlier step."
+            findings.append(Finding(f"fault {each}", "problem", found, "This run does not test the fault.", way_out))
+    return findings
+
+
+def check_exit(each: WorkerExit, injected: Sequence[Mark], limit_s: float) -> Finding:
+    """Report how a worker ended, with which error, and how long after the fault. `limit_s` is that of the script."""
+    name = f"worker {each.worker}"
+    if each.worker in _lost(injected) and (each.code < 0 or each.killed):
+        return Finding(name, "ok", f"{each.ending}, as the fault demands")
+    if each.killed:
+        return Finding(name, "problem", each.reason, *_not_noticed(each.timeout_s, limit_s))
+    after = [(time_s, line) for time_s, line in each.lines if injected and time_s >= injected[0].time_s]
+    telling = [(time_s, line) for time_s, line in after if not _NOISE.match(line)]
+    time_s, line = each.error if each.code and each.error_class else (*telling, *after, (0.0, ""))[0]
+    before = [mark.time_s for mark in injected if mark.time_s <= time_s]
+    when = f", {time_s - before[-1]:.2f} s after the fault" if before else ""
+    if each.code == 0:
+        return Finding(name, "ok", "exit code 0" + (f"; it logged{when}: {line}" if line else ""))
+    why = "This is not one of laconic's own errors: the script or torch failed first, and does not name the worker."
+    way_out, found = "Look at this error in the script's own output.", f"exit code {each.code}{when}: {each.reason}"
+    return finding(name, each.error_class in laconic.__all__, found, why, way_out, "warning")
+
+
+def _not_noticed(timeout_s: float | None, limit_s: float) -> tuple[str, str]:
+    """Return why a worker did not notice a fault within the time limit of the script, and what to do."""
+    if timeout_s is None:
+        why = "It did not notice the fault: it waits in code outside laconic, or its timeout is longer."
+        return why, "Give laconic.attach a timeout_s, or raise --seconds."
+    if timeout_s < limit_s:
+        why = f"It did not notice the fault within its timeout_s of {timeout_s:g}: it waits in code outside laconic."
+        return why, "Look for a collective of the script's own, such as a barrier, or raise --seconds."
+    why = f"Its timeout_s is {timeout_s:g}, longer than the time limit of the script (--seconds {limit_s:g})."
+    return why, f"Raise --seconds above {timeout_s:g}, or give laconic.attach a shorter timeout_s."

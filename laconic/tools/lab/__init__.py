@@ -1,0 +1,1 @@
+"""The lab: small models on embedded data, trained by an ordinary script, `python -m laconic.tools.lab.script`."""

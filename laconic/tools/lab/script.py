@@ -1,0 +1,105 @@
+"""An ordinary DDP training script with three lines for laconic. `laconic compare` runs it like a user's own script.
+
+    torchrun --nproc-per-node 2 -m laconic.tools.lab.script --steps 100
+
+A plan that synchronises now and then leaves each worker with its own weights between two synchronisations. What is
+validated is the mean of them; under `alone()` each worker's own, and the mean of the losses is reported. While training
+goes on, each worker validates its share of the batches; at the end, all of them.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+import laconic
+from laconic.tools.compare.reporter import control_group
+from laconic.tools.compare.settings import LAB_OPTIONS, Settings, usable_cores
+from laconic.tools.compare.validating import mean_over, mean_weights
+from laconic.tools.lab.tasks import Task, loss_of, make_task, validation_loss
+
+WARM_UP_STEPS = 20
+LAST_LR_SHARE = 0.1
+TIMEOUT = timedelta(minutes=5)  # of one collective
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Train as one worker, in a new process group or in the one that exists."""
+    settings, losses = parse(arguments)
+    new_group = not dist.is_initialized()
+    if new_group:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    torch.set_num_threads(max(1, usable_cores() // dist.get_world_size()))
+    task = make_task(settings)
+    loss_start = validation_loss(task.model, task.validation)
+    loss_final = train(settings, task)
+    if losses is not None and dist.get_rank() == 0:
+        losses.write_text(json.dumps({"loss_start": loss_start, "loss_final": loss_final}))
+    if new_group:
+        dist.destroy_process_group()
+
+
+def train(settings: Settings, task: Task) -> float:
+    """The training loop. Returns the validation loss of the final weights."""
+    worker, workers = dist.get_rank(), dist.get_world_size()
+    share = task.validation[worker % len(task.validation) :: workers]
+    model = DistributedDataParallel(task.model, bucket_cap_mb=settings.bucket_mb)
+    optimizer = AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    with laconic.attach(laconic.plan_from_env(), model, optimizer, guard=settings.guard) as session:
+        for step in range(1, settings.steps + 1):
+            optimizer.param_groups[0]["lr"] = settings.lr * lr_share(step, settings.steps)
+            loss = loss_of(model, task.draw(worker, step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if session.report(
+                loss=loss, tokens=task.tokens_per_step, validation=partial(validation_loss, task.model, share)
+            ):
+                break
+        control = control_group(session.group)  # not over the link under study
+        with mean_weights(session, control):
+            return mean_over(control, validation_loss(task.model, task.validation))[0]
+
+
+def parse(arguments: Sequence[str]) -> tuple[Settings, Path | None]:
+    """Read the script's arguments: the settings, and the file to which worker 0 writes the validation losses."""
+    parser = argparse.ArgumentParser(prog="python -m laconic.tools.lab.script", description=__doc__)
+    parser.add_argument("--losses", type=Path)
+    for field in fields(Settings):
+        if field.name in LAB_OPTIONS:
+            kind = Path if field.default is None else type(field.default)
+            parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+    given = vars(parser.parse_args(arguments))
+    losses = given.pop("losses")
+    return Settings(plan="ddp()", **given), losses
+
+
+def lr_share(step: int, steps: int) -> float:
+    """The share of the learning rate at a step, from 1: a linear warm-up, then a half cosine down to a tenth.
+
+    >>> [round(lr_share(step, steps=100), 2) for step in (1, 20, 60, 100)]
+    [0.05, 1.0, 0.55, 0.1]
+    """
+    warm_up = min(WARM_UP_STEPS, max(1, steps // 4))
+    if step <= warm_up:
+        return step / warm_up
+    done = (step - warm_up) / (steps - warm_up)
+    return LAST_LR_SHARE + (1 - LAST_LR_SHARE) * (1 + math.cos(math.pi * done)) / 2
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    sys.stdout.flush()
+    # A thread of gloo may release its last tensor only now, and abort an interpreter that shuts down (torch 2.13).
+    os._exit(0)

@@ -1,0 +1,165 @@
+"""Links: the bandwidth of a network at each level, and the time of a collective on it.
+
+    link("100mbit", workers=4)                  four workers, each with a link of 100 Mbit/s
+    link("2 @ 1gbit, 2 @ 50mbit", workers=4)    two workers per site at 1 Gbit/s, two sites connected by 50 Mbit/s
+
+Levels are innermost first. Rates are in bits (`50mbit`, `50Mb/s`) or bytes (`6MB/s`) per second.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+
+SEGMENT_BYTES = 1 << 20
+MESSAGES = 3  # per segment
+MESSAGE_BYTES = 48 + 66  # the header of gloo; those of TCP, IP and Ethernet
+
+_SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_RATE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<scale>[kKmMgGtT]?)(?P<unit>bit(/s)?|bps|b/s|B/s)")
+
+
+class LinkError(ValueError):
+    """Text that is not a link."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """A number of workers, or of groups, each connected to the others by a link of this rate."""
+
+    count: int
+    rate_bps: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """The levels of a network, innermost first.
+
+    >>> slow = link("2 @ 1gbit, 2 @ 50mbit", workers=4)
+    >>> slow.workers, slow.slowest_bps
+    (4, 50000000.0)
+    >>> print(slow)
+    2 @ 1gbit, 2 @ 50mbit
+    """
+
+    levels: tuple[Level, ...]
+
+    @property
+    def workers(self) -> int:
+        """The number of workers in all levels."""
+        return prod(level.count for level in self.levels)
+
+    @property
+    def slowest_bps(self) -> float:
+        """The rate of the slowest level that traffic crosses."""
+        crossed = [level.rate_bps for level in self.levels if level.count > 1]
+        return min(crossed, default=self.levels[0].rate_bps)
+
+    def inside(self, workers: int) -> Link:
+        """The innermost levels that a group of `workers` neighbours uses.
+
+        >>> print(link("2 @ 1gbit, 2 @ 50mbit").inside(2))
+        1gbit
+        """
+        reach = 0
+        while reach < len(self.levels) - 1 and prod(level.count for level in self.levels[: reach + 1]) < workers:
+            reach += 1
+        return Link(self.levels[: reach + 1])
+
+    def __str__(self) -> str:
+        if len(self.levels) == 1:
+            return rate_text(self.levels[0].rate_bps)
+        return ", ".join(f"{level.count} @ {rate_text(level.rate_bps)}" for level in self.levels)
+
+
+def link(text: str, workers: int | None = None) -> Link:
+    """Parse a link. A rate alone is one level of `workers` workers.
+
+    >>> link("6MB/s", workers=2).levels
+    (Level(count=2, rate_bps=48000000.0),)
+    >>> link("2 @ fast", workers=2)
+    Traceback (most recent call last):
+    laconic.tools.launch.links.LinkError: '2 @ fast': 'fast' is not a rate. ...
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) == 1 and "@" not in text:
+        return Link((Level(workers or 1, _rate(text, parts[0])),))
+    found = Link(tuple(_level(text, part) for part in parts))
+    if workers is not None and workers != found.workers:
+        counts = " x ".join(str(level.count) for level in found.levels)
+        raise LinkError(
+            f"{text!r}: these levels hold {counts} = {found.workers} workers, and {workers} were asked for. "
+            "Change one of the two, or leave out the number of workers."
+        )
+    return found
+
+
+def collective_s(op: str, payload_bytes: float, workers: int, link: Link, latency_s: float = 0.0) -> float:
+    """The seconds of a collective on a link, as a ring, which gloo uses.
+
+    An all_reduce has 2(p−1) hops of 1/p of the payload, an all_to_all p−1, an all_gather p−1 of a whole payload. The
+    ring follows the order of the workers, so each switch between levels carries the traffic of one worker: the slowest
+    level decides.
+
+    >>> round(collective_s("all_reduce", 1_000_000, workers=4, link=link("100mbit", workers=4)), 3)
+    0.12
+    """
+    if workers < 2:
+        return 0.0
+    hops = 2 * (workers - 1) if op == "all_reduce" else workers - 1
+    piece = payload_bytes / workers if op in ("all_reduce", "all_to_all") else payload_bytes
+    return hops * (latency_s + piece * 8 / link.slowest_bps)
+
+
+def framing_bytes(op: str, payload_bytes: int, workers: int) -> int:
+    """The bytes of headers that gloo and TCP add to a collective, for one worker.
+
+    The ring of gloo splits each worker's share into two segments, or into more so that none exceeds 1 MiB. For each
+    segment a worker sends three messages: ready to send, ready to receive, and the segment.
+
+    >>> framing_bytes("all_reduce", 68_000, workers=4)
+    4104
+    """
+    if workers < 2:
+        return 0
+    if op != "all_reduce":
+        return (workers - 1) * MESSAGES * MESSAGE_BYTES
+    segments = max(2, -(-payload_bytes // (SEGMENT_BYTES * workers)))
+    return 2 * (workers - 1) * segments * MESSAGES * MESSAGE_BYTES
+
+
+def rate_text(rate_bps: float) -> str:
+    """Format a rate.
+
+    >>> rate_text(5e7), rate_text(1.5e9)
+    ('50mbit', '1.5gbit')
+    """
+    for name, scale in reversed(_SCALE.items()):
+        if rate_bps >= scale:
+            return f"{rate_bps / scale:g}{name}bit"
+    return f"{rate_bps:g}bit"
+
+
+def _level(text: str, part: str) -> Level:
+    count, at, rate = (piece.strip() for piece in part.partition("@"))
+    if not at or not count.isdecimal() or int(count) < 1:
+        raise LinkError(
+            f"{text!r}: {part!r} is not a level. A level is a number of workers or groups, @ and a rate, innermost "
+            "first, such as '2 @ 1gbit, 2 @ 50mbit'."
+        )
+    return Level(int(count), _rate(text, rate))
+
+
+def _rate(text: str, part: str) -> float:
+    match = _RATE.fullmatch(part)
+    rate = 0.0
+    if match is not None:
+        bits = 8 if match["unit"] == "B/s" else 1
+        rate = float(match["number"]) * _SCALE[match["scale"].lower()] * bits
+    if rate < 1000:
+        raise LinkError(
+            f"{text!r}: {part!r} is not a rate. Write at least 1kbit: a number and a unit, such as 100mbit, 1.5gbit "
+            "or 6MB/s (bytes)."
+        )
+    return rate

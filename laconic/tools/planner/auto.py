@@ -1,0 +1,126 @@
+"""The observer of `auto()`: measures the network and the steps of a training, and chooses a plan of the front.
+
+At `attach`, collectives and codecs are measured for a few seconds. Ten steps later the time of a step is known, too:
+the plan that reaches the same loss first is predicted as `laconic plan` does, and all workers go on with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from laconic.cost import meta
+from laconic.plans.methods import ddp
+from laconic.plans.text import plan as parse_plan
+from laconic.session.observers import StepObserver
+from laconic.session.session import Session
+from laconic.tools.planner.advice import WORTH
+from laconic.tools.planner.front import PLANS
+from laconic.tools.planner.measured_network import MeasuredNetwork
+from laconic.tools.planner.meter import Meter
+from laconic.tools.planner.predict import Prediction, Scenario
+from laconic.tools.planner.probe_compute import time_codec
+from laconic.tools.planner.probe_data import OPS, WORLD, CodecTiming, Timing
+from laconic.tools.planner.probe_network import time_collective
+from laconic.tools.planner.rows import Forecast
+from laconic.tools.planner.shapes import Shapes
+
+logger = logging.getLogger(__name__)
+
+LONGEST_S = 0.05
+"""The time of the largest collective that is measured."""
+REPEAT_S = 0.1
+"""How long each codec is measured."""
+WARM_UP_STEPS = 2
+MEASURED_STEPS = 8
+
+
+def observer() -> AutoObserver:
+    """Make the observer of one session."""
+    return AutoObserver()
+
+
+class AutoObserver(StepObserver):
+    """Chooses a plan after the first steps, once."""
+
+    def __init__(self) -> None:
+        self._timings: tuple[Timing, ...] = ()
+        self._codecs: tuple[CodecTiming, ...] = ()
+        self._last: float | None = None
+        self._steps: list[float] = []
+        self._talked = 0.0
+
+    def attached(self, session: Session) -> None:
+        """Measure collectives and codecs, on all workers together."""
+        if session.workers == 1:
+            logger.warning("auto(): one worker sends nothing; there is nothing to choose.")
+            return
+        if session.workers != dist.get_world_size():
+            raise ValueError(
+                f"auto() measures among the {dist.get_world_size()} workers of the default process group, and this "
+                f"session has {session.workers}. Choose a plan: laconic probe and laconic plan help."
+            )
+        device = next(iter(session.parameters.values())).device
+        meter = Meter(device, device if dist.get_backend() != "gloo" else torch.device("cpu"))
+        try:
+            shapes = {name: tuple(p.shape) for name, p in session.parameters.items()}
+            plans = [each for each in map(parse_plan, PLANS) if each.schedule.fragments <= len(shapes)]
+            self._codecs = tuple(time_codec(meter, each, shapes, REPEAT_S) for each in plans)
+            timed = [time_collective(meter, op, WORLD, meter.workers, LONGEST_S) for op in OPS]
+            self._timings = tuple(timing for of_one in timed for timing in of_one)
+        finally:
+            meter.close()
+
+    def after_step(self, session: Session) -> None:
+        """Measure a step; choose a plan when enough are measured."""
+        if not self._timings:
+            return
+        now, talked = time.perf_counter(), _talking_s(session)
+        if self._last is not None:
+            self._steps.append(max(0.1 * (now - self._last), now - self._last - (talked - self._talked)))
+        self._last, self._talked = now, talked
+        if len(self._steps) == WARM_UP_STEPS + MEASURED_STEPS:
+            self._choose(session)
+            self._timings = ()
+
+    def _choose(self, session: Session) -> None:
+        mine_us = round(1e6 * median(self._steps[WARM_UP_STEPS:]))
+        compute_s = max(row[0] for row in session.gather([mine_us])) / 1e6
+        codec_s = {each.plan: each.seconds for each in self._codecs}
+        network = MeasuredNetwork(self._timings, session.workers)
+        shapes = Shapes(meta({name: p.shape for name, p in session.parameters.items()}))
+        scenario = Scenario(shapes, session.workers, network, compute_s, codec_s=codec_s)
+        forecast = Forecast([parse_plan(text) for text in codec_s], scenario)
+        chosen = choice(forecast)
+        leads = session.group is None or session.group.rank() == 0
+        session.change(chosen.plan)
+        if leads:
+            logger.warning("%s", _message(forecast, chosen, session.step))
+
+
+def choice(forecast: Forecast) -> Prediction:
+    """Return the plan that reaches the same loss first, or `ddp()` where no other is sooner by `WORTH`."""
+    best = forecast.ranked[0]
+    sooner = best.sooner_than(forecast.ddp) or 0.0
+    return best if best.plan == ddp() or sooner >= WORTH else forecast.ddp
+
+
+def _talking_s(session: Session) -> float:
+    return sum(total.seconds for total in session.ledger.totals(by="phase").values())
+
+
+def _message(forecast: Forecast, chosen: Prediction, step: int) -> str:
+    rows = "\n".join(
+        f"  {each.plan!r}: step {each.step_s:.3g} s, sends {each.sent_bytes_per_step:,.0f} bytes, "
+        f"same loss {each.sooner_than(forecast.ddp) or 0.0:.2f} times as soon as ddp()"
+        for each in forecast.ranked
+    )
+    return (
+        f"auto(), step {step}: a step computes for {forecast.scenario.compute_s:.3g} s, the network does "
+        f"{forecast.scenario.network.rate_bps / 1e6:.3g} Mbit/s. All workers go on with {chosen.plan!r}.\n{rows}\n"
+        f"  {forecast.advice} session.change(plan) overrules this."
+    )

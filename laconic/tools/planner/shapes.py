@@ -1,0 +1,122 @@
+"""The model of a prediction: its shapes, and which of its tensors are sent together."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from laconic.codecs.packing import in_buckets
+from laconic.cost import meta
+from laconic.tools.compare.settings import LabError
+from laconic.tools.planner.users_function import users_function
+
+_SCALE = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+
+
+@dataclass(frozen=True, eq=False)
+class Shapes:
+    """Trained tensors without memory, in the order of the forward pass.
+
+    With `layers`, each layer is sent by itself as soon as its gradient is known; else in DDP's buckets of 25 MiB.
+    """
+
+    tensors: Mapping[str, Tensor]
+    layers: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """The number of trained parameters."""
+        return sum(t.numel() for t in self.tensors.values())
+
+    def units(self, chosen: Mapping[str, Tensor]) -> list[list[str]]:
+        """Divide some of the tensors into what is sent together, in the order of the forward pass."""
+        if not self.layers:
+            return in_buckets(chosen)
+        parts = [[name for name in layer if name in chosen] for layer in self.layers]
+        return [part for part in parts if part]
+
+    def before(self, names: Sequence[str]) -> float:
+        """Return the share of the parameters that come before the first of these in the forward pass."""
+        passed = 0
+        for name, t in self.tensors.items():
+            if name in names:
+                break
+            passed += t.numel()
+        return passed / max(1, self.parameters)
+
+
+def from_count(parameters: int, layers: int | None = None, flat: bool = False) -> Shapes:
+    """Make the shapes of a transformer of so many parameters: matrices of its layers, and a vector of what is left.
+
+    With `flat`, each layer is one vector: what a number of bits is given for.
+
+    >>> made = from_count(1_000_003, layers=4)
+    >>> made.parameters, [tuple(made.tensors[name].shape) for name in made.layers[0]]
+    (1000003, [(432, 144), (144, 144), (576, 144), (144, 576), (1169,)])
+    """
+    count = layers or 12
+    digits = len(str(count - 1))
+    made: dict[str, Tensor] = {}
+    groups = []
+    for index in range(count):
+        size = parameters // count + (index < parameters % count)
+        width = 0 if flat else math.isqrt(size // 12)
+        shapes = {
+            "qkv": (3 * width, width),
+            "merge": (width, width),
+            "up": (4 * width, width),
+            "down": (width, 4 * width),
+        }
+        names = {f"layer{index:0{digits}}.{kind}": shape for kind, shape in shapes.items() if width}
+        rest = size - 12 * width * width
+        vector = {f"layer{index:0{digits}}": (rest,)} if rest else {}
+        made |= meta({**names, **vector})
+        groups.append((*names, *vector))
+    return Shapes(made, tuple(group for group in groups if group) if layers else ())
+
+
+def from_module(place: str) -> Shapes:
+    """Build `module:function()` on the meta device, and take its trained parameters."""
+    path, colon, name = place.partition(":")
+    if not colon or not path or not name:
+        raise LabError(f"--model {place}: write module:function, such as train:make_model.")
+    try:
+        with users_function(place) as make, torch.device("meta"):
+            model = make()
+    except Exception as error:
+        raise LabError(f"--model {place}: {type(error).__name__}: {error}. It is called without arguments.") from error
+    if not isinstance(model, nn.Module):
+        raise LabError(f"--model {place}: it returned {type(model).__name__}, and must return an nn.Module.")
+    return Shapes(meta(model))
+
+
+def from_file(path: Path) -> Shapes:
+    """Read shapes from a JSON file: {"layer.weight": [512, 512], ...}."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise LabError(f"--shapes {path}: it cannot be read as JSON ({error}).") from error
+    sizes = list(found.values()) if isinstance(found, dict) else [None]
+    if not all(isinstance(size, list) and all(isinstance(n, int) and n >= 0 for n in size) for size in sizes):
+        raise LabError(f'--shapes {path}: write names and shapes, such as {{"layer.weight": [512, 512]}}.')
+    return Shapes(meta({name: tuple(size) for name, size in found.items()}))
+
+
+def count_of(text: str) -> int:
+    """Read a number of parameters.
+
+    >>> count_of("1B"), count_of("350M"), count_of("30846720")
+    (1000000000, 350000000, 30846720)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMbBgGtT]?)", text.strip())
+    number = float(match[1]) * _SCALE[match[2].lower()] if match else 0.0
+    if number < 1:
+        raise LabError(f"--parameters {text}: write a number of at least 1, such as 30846720, 350M or 1.5B.")
+    return round(number)

@@ -1,0 +1,137 @@
+"""The virtual clock of a simulated training: each worker's own time, which collectives bring together."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laconic.comm.in_process import Collective, Members
+from laconic.plans.schedules import Payload
+from laconic.tools.planner.timeline import Message, released_s
+from laconic.tools.simulate.conditions import Conditions
+
+
+def arrival(ready: Tensor, free: Tensor, queued: Sequence[Message], step_s: float) -> Tensor:
+    """Return when messages have arrived that go one after another, in seconds of each group of workers.
+
+    `ready` is when the slowest worker of a group ends its step, of `step_s`; `free` when its link has sent what was
+    before.
+
+    >>> early, late = Message(release_s=0.75, seconds=0.5), Message(release_s=1.0, seconds=0.5)
+    >>> arrival(torch.tensor(1.0), torch.tensor(0.0), [early, late], step_s=1.0)
+    tensor(1.7500)
+    """
+    for each in queued:
+        free = torch.maximum(free, ready - step_s + each.release_s) + each.seconds
+    return free
+
+
+@dataclass(frozen=True)
+class TimeUse:
+    """What the seconds of all workers were used for, as shares of 1.
+
+    `stragglers` is waiting for slower workers, `link` waiting for what is sent, `faults` what was undone, and what a
+    fault has cost besides.
+    """
+
+    computing: float
+    stragglers: float
+    link: float
+    faults: float
+
+    @staticmethod
+    def of(computing_s: float, stragglers_s: float, link_s: float, faults_s: float) -> TimeUse:
+        """Make shares of seconds."""
+        each = (computing_s, stragglers_s, link_s, faults_s)
+        return TimeUse(*(s / (sum(each) or 1.0) for s in each))
+
+
+class VirtualClock:
+    """Counts virtual seconds of all workers.
+
+    Gradients of a DDP model (`overlap`) are sent during the backward pass, bucket by bucket, from the last layer down,
+    in one queue. Deltas of a plan with a `delay` are sent while the next steps compute. All else is waited for.
+    """
+
+    def __init__(self, workers: int, conditions: Conditions, overlap: bool, delay: int = 0) -> None:
+        self.now = [0.0] * workers
+        self._computed: list[dict[int, float]] = [{} for _ in range(workers)]
+        """The seconds of each step that was not undone, by worker."""
+        self._straggling_s = self._link_s = 0.0
+        self._conditions = conditions
+        self._overlap = overlap
+        self._delay = delay
+        self._free = 0.0
+        """When the link has sent everything."""
+        self._due: dict[int, float] = {}
+        """When what is due after a step has arrived."""
+        self._lock = threading.Lock()
+
+    def compute(self, worker: int, step: int) -> None:
+        """Let a worker compute one step. The time is the same whenever threads take their turns."""
+        given, stragglers = self._conditions, self._conditions.stragglers
+        drawn = random.Random(f"{given.seed}/{worker}/{step}").gauss(1.0, given.jitter)
+        slower = stragglers.times if worker < stragglers.count else 1.0
+        taken_s = max(0.0, drawn) * slower * given.step_s
+        with self._lock:
+            self.now[worker] += taken_s
+            self._computed[worker][step] = taken_s
+
+    def served(self, members: Members, sent: list[Collective]) -> None:
+        """Let collectives of these workers take their time."""
+        queued = self._messages(sent, len(members))
+        with self._lock:
+            ready = max(self.now[worker] for worker in members)
+            self._free = float(arrival(_seconds(ready), _seconds(self._free), queued, self._conditions.step_s))
+            if self._delay and sent[0].phase == Payload.WEIGHTS:
+                self._due[sent[0].step + self._delay] = self._free
+            else:
+                self._bring_together(members, ready, max(ready, self._free))
+
+    def _messages(self, sent: list[Collective], workers: int) -> list[Message]:
+        step_s, total, done = self._conditions.step_s, sum(each.payload_bytes for each in sent) or 1, 0
+        found = []
+        for each in sent:
+            done += each.payload_bytes
+            early = self._overlap and each.phase == Payload.GRADIENT
+            release_s = released_s(done / total, step_s) if early else step_s
+            found.append(Message(release_s, self._conditions.collective_s(each.op, each.payload_bytes, workers)))
+        return found
+
+    def after_step(self, worker: int, step: int) -> None:
+        """Let a worker wait for what is due after a step."""
+        with self._lock:
+            arrived = self._due.get(step, 0.0)
+            self._link_s += max(0.0, arrived - self.now[worker])
+            self.now[worker] = max(self.now[worker], arrived)
+
+    def rewind(self, members: Members, step: int) -> None:
+        """Undo all steps after `step`, which costs the time that they took."""
+        with self._lock:
+            self._due.clear()
+            latest = max(self.now[worker] for worker in members)
+            for worker in members:
+                self.now[worker] = latest
+            self._computed = [{at: s for at, s in each.items() if at <= step} for each in self._computed]
+
+    def use(self) -> TimeUse:
+        """Return what the time so far was used for."""
+        with self._lock:
+            computed_s = sum(sum(each.values()) for each in self._computed)
+            rest = sum(self.now) - computed_s - self._straggling_s - self._link_s
+            return TimeUse.of(computed_s, self._straggling_s, self._link_s, max(0.0, rest))
+
+    def _bring_together(self, members: Members, ready: float, end: float) -> None:
+        self._link_s += len(members) * (end - ready)
+        for worker in members:
+            self._straggling_s += ready - self.now[worker]
+            self.now[worker] = end
+
+
+def _seconds(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)

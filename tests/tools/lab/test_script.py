@@ -1,0 +1,68 @@
+"""The lab's script: its learning rate, and one worker from start to end in this process."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from laconic.tools.compare.progress import Tail, progress_file
+from laconic.tools.compare.records import Outcome, read_outcome
+from laconic.tools.compare.reporter import write_goal
+from laconic.tools.compare.settings import Settings
+from laconic.tools.lab.script import lr_share, main
+from laconic.tools.launch.launch import report_variables, variables
+
+TINY = Settings(plan="ddp()", workers=1, steps=6, layers=1, width=16, heads=1, context=16)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def run(folder: Path) -> Outcome:
+    folder.mkdir()
+    write_goal(folder, TINY.goal, computed=None)
+    with variables(report_variables(TINY, folder)):
+        main(TINY.arguments(folder))
+    return read_outcome(TINY, folder)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 1000])
+def test_the_learning_rate_rises_then_falls_and_is_never_zero(steps):
+    shares = [lr_share(step, steps) for step in range(1, steps + 1)]
+    assert max(shares) == 1.0
+    peak = shares.index(1.0)
+    assert shares[: peak + 1] == sorted(shares[: peak + 1])
+    assert shares[peak:] == sorted(shares[peak:], reverse=True)
+    assert min(shares) > 0
+
+
+def test_a_world_of_one_trains_and_reports_each_step(alone, tmp_path):
+    outcome = run(tmp_path / "run")
+    reports = Tail(progress_file(tmp_path / "run", worker=0)).read()
+    assert [progress.step for progress in reports] == [1, 2, 3, 4, 5, 6]
+    assert reports[-1].sent_bytes == outcome.sent_bytes
+    assert (outcome.model, outcome.loss_of) == ("gpt", "validation")
+    assert math.isfinite(outcome.loss_final)
+    assert outcome.loss_final < outcome.loss_start
+    assert outcome.tokens_per_s == pytest.approx(6 * 4 * 16 / outcome.seconds)
+
+
+def test_the_same_seed_gives_the_same_losses(alone, tmp_path):
+    one, two = run(tmp_path / "one"), run(tmp_path / "two")
+    assert (one.loss_start, one.loss_final) == (two.loss_start, two.loss_final)
+    assert [point.loss for point in one.curve] == [point.loss for point in two.curve]
+
+
+def test_it_is_an_ordinary_script(alone, tmp_path, monkeypatch):
+    """Without `laconic compare`, it trains with ddp() and does not report."""
+    monkeypatch.delenv("LACONIC_PLAN", raising=False)
+    losses = tmp_path / "losses.json"
+    small = ["--layers=1", "--width=16", "--heads=1", "--context=16"]
+    main(["--steps=2", *small, f"--losses={losses}"])
+    assert set(json.loads(losses.read_text())) == {"loss_start", "loss_final"}

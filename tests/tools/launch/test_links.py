@@ -1,0 +1,82 @@
+"""Links: parsing, and the time and the headers of a collective."""
+
+from __future__ import annotations
+
+import pytest
+
+from laconic.tools.launch.links import Level, Link, LinkError, collective_s, framing_bytes, link, rate_text
+
+
+@pytest.mark.parametrize(
+    ("text", "rate_bps"),
+    [
+        ("100mbit", 1e8),
+        ("1.5gbit", 1.5e9),
+        ("50Mb/s", 5e7),
+        ("300GB/s", 2.4e12),
+        ("8kbit", 8e3),
+        ("10 Mbit/s", 1e7),
+        ("1Gbps", 1e9),
+    ],
+)
+def test_rates(text, rate_bps):
+    assert link(text, workers=3) == Link((Level(3, rate_bps),))
+
+
+def test_levels_are_innermost_first_and_read_back():
+    slow = link("2 @ 1gbit, 3 @ 50mbit")
+    assert slow.levels == (Level(2, 1e9), Level(3, 5e7))
+    assert slow.workers == 6
+    assert link(str(slow)) == slow
+    assert str(link("100mbit", workers=4)) == "100mbit"
+
+
+def test_a_level_of_one_is_never_crossed():
+    assert link("1 @ 1mbit, 2 @ 1gbit").slowest_bps == 1e9
+    assert link("4 @ 1gbit, 1 @ 1mbit").slowest_bps == 1e9
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("fast", r"'fast': 'fast' is not a rate. Write at least 1kbit: .* such as 100mbit"),
+        ("10", "'10' is not a rate"),
+        ("0mbit", "'0mbit' is not a rate"),
+        ("-5mbit", "'-5mbit' is not a rate"),
+        ("", "'' is not a rate"),
+        ("2 @ 1gbit, 50mbit", r"'50mbit' is not a level. A level is a number of workers or groups, @ and a rate"),
+        ("0 @ 1gbit", "'0 @ 1gbit' is not a level"),
+        ("two @ 1gbit", "'two @ 1gbit' is not a level"),
+    ],
+)
+def test_errors_quote_what_was_written(text, words):
+    with pytest.raises(LinkError, match=words):
+        link(text, workers=2)
+
+
+def test_levels_must_hold_the_workers():
+    with pytest.raises(LinkError, match=r"these levels hold 2 x 2 = 4 workers, and 8 were asked for"):
+        link("2 @ 1gbit, 2 @ 50mbit", workers=8)
+
+
+def test_seconds_of_a_ring():
+    slow = link("8mbit", workers=4)  # a megabyte a second
+    assert collective_s("all_reduce", 1_000_000, 4, slow) == pytest.approx(1.5)
+    assert collective_s("all_gather", 1_000_000, 4, slow) == pytest.approx(3.0)
+    assert collective_s("all_reduce", 0, 4, slow, latency_s=0.01) == pytest.approx(0.06)
+    assert collective_s("all_reduce", 1_000_000, 1, slow) == 0.0
+
+
+def test_the_slowest_level_decides():
+    sites = link("2 @ 1gbit, 2 @ 8mbit")
+    assert collective_s("all_reduce", 1_000_000, 4, sites) == pytest.approx(1.5)
+
+
+def test_framing_grows_with_messages_and_not_with_bytes():
+    assert framing_bytes("all_reduce", 10_000, 4) == framing_bytes("all_reduce", 4_000_000, 4)
+    assert framing_bytes("all_reduce", 32 << 20, 4) == 4 * framing_bytes("all_reduce", 10_000, 4)
+    assert framing_bytes("all_gather", 10_000, 1) == 0
+
+
+def test_rates_as_text():
+    assert [rate_text(rate) for rate in (1e3, 2.5e9, 500)] == ["1kbit", "2.5gbit", "500bit"]

@@ -1,0 +1,87 @@
+"""`auto()`: a plan that is chosen by measuring."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import laconic
+from laconic.tools.launch.links import link
+from laconic.tools.planner.auto import MEASURED_STEPS, WARM_UP_STEPS, choice
+from laconic.tools.planner.collectives import Formula
+from laconic.tools.planner.front import PLANS
+from laconic.tools.planner.predict import Scenario
+from laconic.tools.planner.rows import Forecast
+from laconic.tools.planner.shapes import from_count
+from tests.workers import run_workers
+
+STEPS = WARM_UP_STEPS + MEASURED_STEPS + 1
+
+
+def test_the_text():
+    assert laconic.plan("auto") == laconic.plan("auto()") == laconic.auto()
+    assert repr(laconic.auto()) == "auto()"
+    assert laconic.auto() != laconic.power_sgd()
+
+
+def _forecast(rate: str, compute_s: float) -> Forecast:
+    scenario = Scenario(from_count(10**6), 4, Formula(link(rate, 4)), compute_s)
+    return Forecast([laconic.plan(text) for text in PLANS], scenario)
+
+
+def test_the_choice():
+    fast, slow = _forecast("100gbit", 1.0), _forecast("50mbit", 0.2)
+    assert choice(fast).plan == laconic.ddp()
+    assert choice(slow) is slow.ranked[0] and choice(slow).plan != laconic.ddp()
+
+
+def _train(worker: int, wrapped: bool) -> tuple[str, str, list[float], list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("laconic.tools.planner.auto").addHandler(handler)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
+    model = DDP(net) if wrapped else net
+    optimizer = torch.optim.AdamW(net.parameters())
+    with laconic.attach(laconic.plan("auto"), model, optimizer) as session:
+        began = repr(session.plan)
+        for step in range(STEPS + 2):
+            torch.manual_seed(10 * step + worker)
+            F.cross_entropy(model(torch.randn(8, 16)), torch.arange(8) % 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ended = repr(session.plan)
+        session.average_weights()
+    return began, ended, [p.sum().item() for p in net.parameters()], said
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.slow
+def test_all_workers_choose_the_same(wrapped):
+    (began, ended, weights, said), (_, other_ended, other_weights, other_said) = run_workers(_train, 2, (wrapped,))
+    assert began == "auto()" and ended != "auto()"
+    assert ended == other_ended and weights == other_weights
+    assert not other_said and len(said) == 1
+    assert f"All workers go on with {ended}." in said[0] and "overrules" in said[0]
+    assert all(repr(laconic.plan(text)) in said[0] for text in PLANS[:2])
+
+
+def _in_a_part(worker: int) -> str:
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    net = nn.Linear(4, 4)
+    try:
+        laconic.attach(laconic.auto(), net, torch.optim.SGD(net.parameters(), lr=0.1), group=halves[worker // 2])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_part_of_the_workers_is_refused():
+    assert "auto() measures among the 4 workers of the default process group" in run_workers(_in_a_part, 4)[0]

@@ -1,0 +1,104 @@
+"""A simulated training gives the losses and the bytes of real processes, bit for bit."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+import laconic
+from laconic.session.observers import StepObserver
+from laconic.session.session import Session
+from laconic.tools.compare.settings import Settings, usable_cores
+from laconic.tools.compare.validating import number
+from laconic.tools.lab import script
+from laconic.tools.lab.tasks import make_task
+from laconic.tools.simulate.tasks import lab_task
+from laconic.tools.simulate.training import SimulatedRun, SimulatedStep, Training
+from tests.workers import run_workers
+
+PLANS = (
+    "ddp()",
+    "power_sgd(rank=2)",
+    "quantized_ddp()",
+    "diloco(period=2)",
+    "streaming_diloco(period=4, fragments=2, delay=1)",
+    "frugal('60x')",
+)
+MORE_PLANS = (
+    "alone()",
+    "power_sgd(rank=4, bits=None, rounds='alternating', start=3)",
+    "post_local_sgd(start=3, period=2)",
+    "diloco(period=2, momentum=0.9, codec=Quantized(bits=4), optimizer_state='average')",
+    "hierarchical_sgd({2: 1, 4: 4})",
+    "post_local_sgd(period=2, group=2)",
+    "sparse_loco(period=2)",
+    "qsr(growth=0.01, floor=2)",
+)
+
+
+def _settings(plan: str, workers: int, steps: int = 8) -> Settings:
+    return Settings(
+        plan, workers, steps, layers=2, width=32, heads=2, context=16, batch=2, lr=5e-3, bucket_mb=0.05, seed=3
+    )
+
+
+class _Recorder(StepObserver):
+    """Keeps the losses that one worker reports."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.sent: list[int] = []
+
+    def report(self, session: Session, loss: float | Tensor, *_: object) -> bool:
+        self.losses.append(number(loss))
+        self.sent.append(session.ledger.wire_bytes)
+        return False
+
+
+_recorder = _Recorder()
+
+
+def recorder() -> StepObserver:
+    """Return the recorder of this process."""
+    return _recorder
+
+
+def _train(worker: int, settings: Settings) -> tuple[list[float], list[int], float]:
+    """Train as the lab's script does in a real process."""
+    os.environ |= {"LACONIC_PLAN": settings.plan, "LACONIC_OBSERVERS": f"{__name__}:recorder"}
+    torch.set_num_threads(max(1, usable_cores() // settings.workers))
+    final = script.train(settings, make_task(settings))
+    return _recorder.losses, _recorder.sent, final
+
+
+def _simulate(settings: Settings) -> tuple[list[SimulatedStep], float | None]:
+    run = SimulatedRun(laconic.plan(settings.plan), settings.workers, settings.steps, settings.lr, settings.bucket_mb)
+    training = Training(run, lab_task(settings))
+    return list(training.steps()), training.validation_loss()
+
+
+def _check_equal(plan: str, workers: int) -> None:
+    settings = _settings(plan, workers)
+    real = run_workers(_train, workers, (settings,), timeout_s=120)
+    steps, final = _simulate(settings)
+    assert [step.losses for step in steps] == list(zip(*(losses for losses, _, _ in real), strict=True))
+    assert final == real[0][2]
+    if "streaming" not in plan:  # a real fragment may be in flight when its step is reported
+        assert [step.sent_bytes for step in steps] == real[0][1]
+
+
+@pytest.mark.parametrize("plan", [PLANS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in PLANS[1:])])
+def test_four_workers_have_the_losses_of_real_processes(plan):
+    _check_equal(plan, workers=4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.parametrize("plan", MORE_PLANS)
+def test_other_plans_and_numbers_of_workers(plan, workers):
+    if workers == 3 and ("group" in plan or "hierarchical" in plan):
+        pytest.skip("groups of two do not divide three workers")
+    _check_equal(plan, workers)
