@@ -11,6 +11,7 @@ with the mean (`outer`), and with whom (`topology`). The training loop stays as 
 from laconic.codecs import Batched, ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
 from laconic.cost import sent_bytes
 from laconic.errors import DesyncError, DisagreementError, DivergedError, LostWorkerError, NonFiniteError
+from laconic.guard import Guard
 from laconic.ledger import Ledger
 from laconic.plans.auto import auto
 from laconic.plans.methods import (
@@ -34,8 +35,7 @@ from laconic.plans.schedules import Every, Never, PostLocal, Quadratic, Streamin
 from laconic.plans.text import plan, plan_from_env
 from laconic.plans.topology import Groups, World
 from laconic.session.attach import attach
-from laconic.session.guard import Guard
-from laconic.session.health import Health
+from laconic.session.metrics import Health
 from laconic.session.observers import StepObserver
 from laconic.session.session import Session
 

@@ -70,7 +70,7 @@ def train_watched(worker: int, plan: str, folder: str, watched: bool, all_worker
     model = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     found: dict[str, Any] = {"losses": {}, "sent": {}, "metrics": {}, "texts": []}
-    with laconic.attach(laconic.plan(plan), model, optimizer, guard=laconic.Guard("warn", every=2)) as session:
+    with laconic.attach(laconic.plan(plan), model, optimizer, observers=[laconic.Guard("warn", every=2)]) as session:
         for each in made.values():
             if isinstance(each, Listener):
                 session.observe(each)

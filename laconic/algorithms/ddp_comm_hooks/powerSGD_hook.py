@@ -24,7 +24,7 @@ from laconic.algorithms.ddp_comm_hooks.torch_state import Conversion, PickledSta
 from laconic.codecs import ErrorFeedback, Exact, LowRank
 from laconic.exchange import Exchange
 from laconic.ledger import Ledger
-from laconic.session.bucket_queue import as_laid_out
+from laconic.session.ddp import as_laid_out
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

@@ -63,7 +63,7 @@ def _sent(worker: int, texts: tuple[str, ...]) -> list[dict[str, int]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         plan = laconic.plan(text)
         first, last = plan.schedule.start, plan.schedule.start + cycle_of(plan) - 1
-        with laconic.attach(plan, model, optimizer, compress_alone=True) as session:
+        with laconic.attach(plan, model, optimizer) as session:
             for step in range(1, last + 2):
                 F.cross_entropy(model(torch.randn(4, 33)), torch.arange(4)).backward()
                 optimizer.step()
