@@ -15,7 +15,7 @@ from laconic.checks.agreement import agree, parameter_facts
 from laconic.codecs import Batched, ByShape, Codec, ErrorFeedback, LowRank
 from laconic.codecs.batched import name_of, side_of
 from laconic.codecs.contract import wide_dtype
-from laconic.exchange import Exchange, State
+from laconic.exchange import Averaged, Exchange, State
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -31,13 +31,14 @@ SETTINGS = (
 )
 
 
-def compressed(state: PowerSGDState, tensors: Mapping[str, Tensor], batched: bool) -> Exchange:
+def compressed(state: PowerSGDState, tensors: Mapping[str, Tensor], batched: bool) -> Exchange[Averaged]:
     """Return the exchange of one bucket, with the dictionaries of `state` as the codec's state."""
     low_rank = _low_rank_of(state, batched)
     codec = _codec_of(state, low_rank, batched)
     factors = {"p": state.p_memory_dict, "q": state.q_memory_dict} if state.warm_start else {"p": {}, "q": {}}
     _draw(state, low_rank, tensors, factors["q"], batched)
-    return codec.average(tensors, _state_tree(state, codec, factors), reuse=True)
+    peers = state._get_engine(state.process_group).queue.peers
+    return codec.average(tensors, _state_tree(state, codec, factors), peers, reuse=True)
 
 
 def _low_rank_of(state: PowerSGDState, batched: bool) -> LowRank:

@@ -22,7 +22,7 @@ from laconic.algorithms.ddp_comm_hooks.compression import SETTINGS, agree_at_fir
 from laconic.algorithms.ddp_comm_hooks.engine import HookState
 from laconic.algorithms.ddp_comm_hooks.torch_state import Conversion, PickledState
 from laconic.codecs import ErrorFeedback, Exact, LowRank
-from laconic.exchange import Exchange
+from laconic.exchange import Averaged, Exchange
 from laconic.ledger import Ledger
 from laconic.session.bucket_queue import as_laid_out
 
@@ -225,8 +225,10 @@ def _average(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[
         count(state, bucket, tensors, batched)
         tensors = {n: as_laid_out(g, p) for (n, g), p in zip(tensors.items(), bucket.parameters(), strict=True)}
 
-    def begin(some: Mapping[str, Tensor]) -> Exchange:
-        return Exact().average(some, {}, reuse=True) if plain else compressed(state, some, batched)
+    def begin(some: Mapping[str, Tensor]) -> Exchange[Averaged]:
+        if plain:
+            return Exact().average(some, {}, engine.queue.peers, reuse=True)
+        return compressed(state, some, batched)
 
     future = engine.average(tensors, bucket, begin)
     engine.first_backward = engine.first_backward and not bucket.is_last()
