@@ -30,7 +30,7 @@ from laconic.codecs import Codec
 from laconic.codecs.feedback import residuals_by_name
 from laconic.cost import sent_bytes
 from laconic.errors import DisagreementError
-from laconic.exchange import Exchange, State
+from laconic.exchange import Averaged, Exchange, Peers, State
 from laconic.plans.methods import ddp
 from laconic.plans.plan import Plan
 from laconic.plans.stronger import strengths
@@ -183,7 +183,9 @@ class Sketcher:
         """For each exchange [3, SKETCH]: of what was to be sent, of residuals before, and after."""
         self._signs: dict[tuple[str, int, torch.device], Tensor] = {}
 
-    def watch(self, tensors: Mapping[str, Tensor], state: State, average: Callable[[], Exchange]) -> Exchange:
+    def watch(
+        self, tensors: Mapping[str, Tensor], state: State, average: Callable[[], Exchange[Averaged]]
+    ) -> Exchange[Averaged]:
         """Run the exchange that `average` makes of `tensors`, and sketch them."""
         names = sorted(tensors, key=lambda name: (-tensors[name].numel(), name))[:MOST_TENSORS]
         device = tensors[names[0]].device if names else torch.device("cpu")
@@ -236,11 +238,13 @@ class SketchedCodec:
         """Accept what the codec accepts."""
         return self.codec.accepts(shape)
 
-    def average(self, tensors: Mapping[str, Tensor], state: State, *, reuse: bool = False) -> Exchange:
+    def average(
+        self, tensors: Mapping[str, Tensor], state: State, peers: Peers, *, reuse: bool = False
+    ) -> Exchange[Averaged]:
         """Average through the codec."""
         if not self.sketcher.due:
-            return self.codec.average(tensors, state, reuse=reuse)
-        return self.sketcher.watch(tensors, state, lambda: self.codec.average(tensors, state, reuse=reuse))
+            return self.codec.average(tensors, state, peers, reuse=reuse)
+        return self.sketcher.watch(tensors, state, lambda: self.codec.average(tensors, state, peers, reuse=reuse))
 
 
 def health_of(rows: Sequence[Sequence[int]], step: int) -> Health:

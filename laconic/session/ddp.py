@@ -24,7 +24,7 @@ from laconic.codecs import Codec
 from laconic.codecs.feedback import has_residuals, return_to_residual
 from laconic.comm.queue import CollectiveQueue
 from laconic.comm.running import new_future, resolved
-from laconic.exchange import Exchange, all_finite
+from laconic.exchange import Averaged, Exchange, all_finite
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Level, Sync
 from laconic.session.gradients import GradientAverager, sparse_tables
@@ -264,7 +264,7 @@ def check_dense(ddp: DistributedDataParallel) -> None:
         raise ValueError(SPARSE.format(f"{type(table).__name__} {name!r}"))
 
 
-Average = Callable[[dict[str, Tensor]], Exchange]
+Average = Callable[[dict[str, Tensor]], Exchange[Averaged]]
 """Averages a bucket, and writes the means over it."""
 
 TOGETHER_BYTES = 512 << 20

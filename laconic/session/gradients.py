@@ -18,7 +18,7 @@ from laconic.comm.averaging import write, written
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
 from laconic.cost import routed
-from laconic.exchange import Decide, Exchange, State
+from laconic.exchange import Averaged, Decide, Exchange, Peers, State
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
 from laconic.session.live_model import LiveModel
@@ -88,6 +88,7 @@ class GradientAverager:
         self.wraps: list[Callable[[Codec], Codec]] = []
         """Put around each codec that runs among all workers."""
         self._codec: Codec = Exact()
+        self._peers = levels.world.peers
         self._scale = LossScale(scaler, live) if scaler is not None and scaler.is_enabled() else None
 
     @property
@@ -103,7 +104,8 @@ class GradientAverager:
     def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
         """Use this codec among these workers in the next step."""
         if sync is not None and codec is not None:
-            self._codec = self.chosen(codec, self.levels[sync.level])
+            queue = self.levels[sync.level]
+            self._codec, self._peers = self.chosen(codec, queue), queue.peers
         if self._scale is not None:
             self._scale.begin_step()
 
@@ -114,24 +116,27 @@ class GradientAverager:
             chosen = wrap(chosen)
         return chosen
 
-    def average(self, bucket: dict[str, Tensor]) -> Exchange:
+    def average(self, bucket: dict[str, Tensor]) -> Exchange[Averaged]:
         """Average a bucket of gradients, and write the means over it."""
         if self._scale is not None:
             self._scale.rescale()
-        codec, state = self._codec, self.live.state["gradient"]
-        end = yield from self.check.watch(
-            bucket,
-            lambda: deliver(bucket, state, codec) if CARRIED in state else codec.average(bucket, state, reuse=True),
-        )
+        codec, peers, state = self._codec, self._peers, self.live.state["gradient"]
+
+        def average() -> Exchange[Averaged]:
+            if CARRIED in state:
+                return deliver(bucket, state, codec, peers)
+            return codec.average(bucket, state, peers, reuse=True)
+
+        end = yield from self.check.watch(bucket, average)
         if end.mean is not bucket:
             write(bucket, end.mean)
         return end
 
-    def encode(self, tensors: dict[str, Tensor], state: State, codec: Codec) -> Exchange:
+    def encode(self, tensors: dict[str, Tensor], state: State, codec: Codec) -> Exchange[Averaged]:
         """Average tensors through a codec, without a check, and write the means over them."""
         if self._scale is not None:
             self._scale.rescale()
-        return (yield from written(deliver(tensors, state, codec), tensors))
+        return (yield from written(deliver(tensors, state, codec, self.levels.world.peers), tensors))
 
 
 def carry_residuals(old: State) -> State:
@@ -145,18 +150,18 @@ def carry_residuals(old: State) -> State:
     return {CARRIED: {"residual": residuals, "parts": dict.fromkeys(residuals, CARRY_STEPS)}} if residuals else {}
 
 
-def deliver(tensors: Mapping[str, Tensor], state: State, codec: Codec) -> Exchange:
+def deliver(tensors: Mapping[str, Tensor], state: State, codec: Codec, peers: Peers) -> Exchange[Averaged]:
     """Average `tensors`, with the next share added in their memory of the residuals that were carried over."""
     carried = state.get(CARRIED, {"residual": {}, "parts": {}})
     waiting: dict[str, Tensor] = carried["residual"]
     parts: dict[str, int] = carried["parts"]
     here = [name for name in tensors if name in waiting]
     if not here:
-        return (yield from codec.average(tensors, state, reuse=True))
+        return (yield from codec.average(tensors, state, peers, reuse=True))
     with torch.no_grad():
         for name in here:
             tensors[name].add_(waiting[name], alpha=1 / parts[name])
-    end = yield from codec.average(tensors, state, reuse=True)
+    end = yield from codec.average(tensors, state, peers, reuse=True)
     ok = end.finite() if end.decided else (yield Decide(end.finite()))
     if bool(ok):  # a step that is void has delivered nothing
         for name in here:

@@ -21,9 +21,9 @@ from laconic.checks.agreement import Facts, parameter_facts
 from laconic.checks.divergence import differences
 from laconic.codecs import Exact
 from laconic.codecs.packing import bucketed, pack, unpack
-from laconic.comm.averaging import average_in_place, write, written
+from laconic.comm.averaging import average_in_place, write
 from laconic.comm.queue import CollectiveQueue
-from laconic.exchange import Averaged, Exchange, First, Mean, State, all_finite, true
+from laconic.exchange import Exchange, First, Mean, Peers, State, all_finite
 from laconic.plans.schedules import Payload
 from laconic.torch_private.modules import tensors_of
 
@@ -161,7 +161,7 @@ class LiveModel:
         """Return the moments of parameters that have them on every worker; perhaps drop the state of the others."""
         here = torch.tensor([float(bool(moments[name])) for name in moments])
         if queue.workers > 1 and len(moments):
-            here = queue.run(_mean(here.to(queue.device)), "control").mean[""]
+            here = queue.run(_mean(here.to(queue.device)), "control")
         everywhere = [name for name, share in zip(moments, here.tolist(), strict=True) if share == 1]
         if reset_others:
             self.reset_optimizers(moments.keys() - set(everywhere))
@@ -189,7 +189,7 @@ class LiveModel:
     def average(self, queue: CollectiveQueue, tensors: Mapping[str, Tensor], atomic: bool = False) -> None:
         """Replace tensors by their exact mean over the workers: piece by piece, or all at once at the end."""
         if atomic:
-            exchanges = [(bucket, Exact(wide=True).average(bucket, {})) for bucket in bucketed(tensors)]
+            exchanges = [(bucket, _exact_mean(bucket, queue.peers)) for bucket in bucketed(tensors)]
             _run(queue, exchanges, Payload.WEIGHTS, atomic)
         else:
             average_in_place(queue, tensors, Payload.WEIGHTS)
@@ -267,7 +267,7 @@ class LiveModel:
         flats = [pack(bucket) for bucket in buckets]
         finite = self._buffers_finite(buffers).reshape(1).to(queue.device)
 
-        def exchange(index: int) -> Exchange:
+        def exchange(index: int) -> Exchange[None]:
             message = flats[index].view(torch.uint8).to(queue.device)
             if index == 0:
                 message = torch.cat([message, finite.view(torch.uint8)])
@@ -276,7 +276,6 @@ class LiveModel:
                 finite.copy_(got[-1:])
                 got = got[:-1]
             flats[index] = got.view(flats[index].dtype).to(flats[index].device)
-            return Averaged({}, dict, true)
 
         queue.run_all([exchange(index) for index in range(len(buckets))], "buffers")
         for bucket, taken in zip(buckets, flats, strict=True):
@@ -310,32 +309,37 @@ class LiveModel:
 
 
 def _run(
-    queue: CollectiveQueue, exchanges: Sequence[tuple[dict[str, Tensor], Exchange]], phase: str, atomic: bool
+    queue: CollectiveQueue,
+    exchanges: Sequence[tuple[dict[str, Tensor], Exchange[dict[str, Tensor]]]],
+    phase: str,
+    atomic: bool,
 ) -> None:
-    """Run exchanges together, and write each mean over its tensors: when it arrives, or after all have."""
-    if not atomic:
-        queue.run_all([written(exchange, bucket) for bucket, exchange in exchanges], phase)
-        return
-    ends: list[tuple[dict[str, Tensor], Averaged]] = []
+    """Run exchanges together, and write what each finds over its tensors: when it ends, or after all have."""
+    found: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
 
-    def run(bucket: dict[str, Tensor], exchange: Exchange) -> Exchange:
-        end = yield from exchange
-        ends.append((bucket, end))
-        return end
+    def run(bucket: dict[str, Tensor], exchange: Exchange[dict[str, Tensor]]) -> Exchange[None]:
+        values = yield from exchange
+        if atomic:
+            found.append((bucket, values))
+        else:
+            write(bucket, values)
 
     queue.run_all([run(bucket, exchange) for bucket, exchange in exchanges], phase)
-    for bucket, end in ends:
-        write(bucket, end.mean)
+    for bucket, values in found:
+        write(bucket, values)
 
 
-def _of_worker(tensors: Mapping[str, Tensor], worker: int) -> Exchange:
-    """Send the tensors of one worker, of one dtype and device, to all."""
-    message = yield First(pack(tensors), worker)
-    return Averaged(unpack(message, like=tensors), dict, true)
+def _exact_mean(tensors: Mapping[str, Tensor], peers: Peers) -> Exchange[dict[str, Tensor]]:
+    return (yield from Exact(wide=True).average(tensors, {}, peers)).mean
 
 
-def _mean(x: Tensor) -> Exchange:
-    return Averaged({"": (yield Mean(x))}, dict, true)
+def _of_worker(tensors: Mapping[str, Tensor], worker: int) -> Exchange[dict[str, Tensor]]:
+    """Return one worker's tensors, of one dtype and device, on all workers."""
+    return unpack((yield First(pack(tensors), worker)), like=tensors)
+
+
+def _mean(x: Tensor) -> Exchange[Tensor]:
+    return (yield Mean(x))
 
 
 def flat(moments: Moments) -> dict[str, Tensor]:

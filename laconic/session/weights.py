@@ -237,9 +237,10 @@ class WeightSync:
         atomic, codec, state = self.commit == "atomic", self._chosen(plan.codec, queue), self.live.state["weights"]
         ends: list[Averaged] = []
 
-        def exchange(bucket: list[str]) -> Exchange:
+        def exchange(bucket: list[str]) -> Exchange[Averaged]:
             deltas = self._deltas(bucket, contributors.excluded)
-            end = yield from by_itself(codec.average(deltas, state, reuse=not atomic))  # atomic keeps old residuals
+            # Not in their memory where "atomic" may still need the old residuals.
+            end = yield from by_itself(codec.average(deltas, state, queue.peers, reuse=not atomic))
             if atomic:
                 ends.append(end)
             else:
@@ -311,8 +312,8 @@ class WeightSync:
         self._in_flight.append(fragment)
         chosen, state = self._chosen(codec, queue), self.live.state["weights"]  # as they are now
 
-        def exchange(deltas: Mapping[str, Tensor]) -> Exchange:
-            end = yield from by_itself(chosen.average(deltas, state, reuse=True))
+        def exchange(deltas: Mapping[str, Tensor]) -> Exchange[Averaged]:
+            end = yield from by_itself(chosen.average(deltas, state, queue.peers, reuse=True))
             if bool(end.finite()):
                 fragment.means.append(_scaled(end.mean, contributors.scale))
             return end

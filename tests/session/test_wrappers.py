@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from laconic.session.unwrap import optimizer_inside
+from laconic.session.foreign import optimizer_inside
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
