@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -161,16 +160,17 @@ _hooks: list[RemovableHandle] = []
 class OtherOptimizers:
     """Raises after the step of an optimizer that holds trained parameters of the model and was not given.
 
-    It holds nothing alive: a model that is dropped without `detach` is freed.
+    It holds nothing alive: a model that is dropped without `detach` is freed. The session that owns it holds the
+    optimizers, so their ids are theirs as long as it lives.
     """
 
-    def __init__(self, live: LiveModel, given: Iterable[Optimizer]) -> None:
+    def __init__(self, live: LiveModel) -> None:
         self._live = weakref.ref(live)
-        self._given = weakref.WeakSet(given)
+        self._given = {id(each) for each in live.optimizers}
         self._given_steps = 0
         self._begun: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """How many steps of given optimizers there were when another's step began."""
-        self._strangers: weakref.WeakKeyDictionary[Optimizer, tuple[int, object]] = weakref.WeakKeyDictionary()
+        self._unrelated: weakref.WeakKeyDictionary[Optimizer, tuple[int, object]] = weakref.WeakKeyDictionary()
         """Optimizers that hold none of the model's parameters: how many they hold, and the names that were known."""
 
     def install(self) -> OtherOptimizers:
@@ -191,22 +191,23 @@ class OtherOptimizers:
 
     def before(self, optimizer: Optimizer) -> None:
         """Note that a step begins."""
-        if optimizer in self._given:
+        if id(optimizer) in self._given:
             self._given_steps += 1
         elif self._held_by(optimizer):
             self._begun[optimizer] = self._given_steps
 
     def after(self, optimizer: Optimizer) -> None:
         """Raise if the step was not one of ours."""
-        held = {} if optimizer in self._given else self._held_by(optimizer)
-        names = [name for name, p in held.items() if p.grad is not None]
-        if not names or self._is_wrapper(optimizer) or any(each in self._given for each in running_steps()):
+        if id(optimizer) in self._given:
+            return
+        names = [name for name, p in self._held_by(optimizer).items() if p.grad is not None]
+        if not names or self._is_wrapper(optimizer) or any(id(each) in self._given for each in running_steps()):
             return
         kind = type(optimizer).__name__
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise RuntimeError(
-            f"attach was not given {kind}, which has changed {names[0]}{others}: its steps are not synchronised, and "
-            "the weights of the workers part. Give attach all optimizers of the model in a list: "
+            f"attach was not given {kind}, which has changed {names[0]}{others}: no session synchronises its steps, "
+            "so the workers then have different weights. Give attach all optimizers of the model in a list: "
             "attach(plan, model, [optimizer, another])."
         )
 
@@ -214,7 +215,9 @@ class OtherOptimizers:
         """Return whether a given optimizer has stepped inside this step, or shares its parameter groups."""
         if self._begun.pop(optimizer, self._given_steps) != self._given_steps:
             return True
-        groups = {id(group) for each in self._given for group in each.param_groups}
+        live = self._live()
+        given = [] if live is None else live.optimizers
+        groups = {id(group) for each in given for group in each.param_groups}
         return any(id(group) in groups for group in optimizer.param_groups)
 
     def _held_by(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -223,13 +226,13 @@ class OtherOptimizers:
         if live is None:
             return {}
         count, names = sum(len(group["params"]) for group in optimizer.param_groups), live.name_of
-        known = self._strangers.get(optimizer)
+        known = self._unrelated.get(optimizer)
         if known is not None and known[0] == count and known[1] is names:
             return {}
         params = [p for group in optimizer.param_groups for p in group["params"]]
         held = {names[id(p)]: p for p in params if id(p) in names}
         if not held:
-            self._strangers[optimizer] = (count, names)
+            self._unrelated[optimizer] = (count, names)
         return held
 
 

@@ -42,7 +42,7 @@ class LiveModel:
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], sharded: bool = False) -> None:
-        self.model, self._optimizers = model, list(optimizers)
+        self.model, self.optimizers = model, list(optimizers)
         self.sharded = sharded
         """Whether FSDP2 shards the model. It swaps the parameters of its modules, so they are looked up only once."""
         self._seen: object = None
@@ -118,13 +118,13 @@ class LiveModel:
 
     def refresh_held(self) -> None:
         """Look up what the optimizers hold, if a group was added or has grown (`optimizer.add_param_group`)."""
-        sizes = [len(group["params"]) for each in self._optimizers for group in each.param_groups]
+        sizes = [len(group["params"]) for each in self.optimizers for group in each.param_groups]
         if sizes == self._sizes:
             return
         self._sizes = sizes
         self.refresh()
         names, unknown = {id(p): name for name, p in _by_name(self.model.named_parameters()).items()}, 0
-        for index, each in enumerate(self._optimizers):
+        for index, each in enumerate(self.optimizers):
             held = [names.get(id(p), "?") for group in each.param_groups for p in group["params"]]
             unknown += held.count("?")
             self.held[f"optimizer {index}"] = f"{type(each).__name__} of {', '.join(held)}"
@@ -151,7 +151,7 @@ class LiveModel:
         """Return this worker's moments by parameter: what has its shape."""
         found: dict[str, dict[str, Tensor]] = {name: {} for name in self.originals}
         for name, p in self.originals.items():
-            for optimizer in self._optimizers:
+            for optimizer in self.optimizers:
                 state = optimizer.state.get(p, {})
                 like = {k: local_of(t) for k, t in state.items() if isinstance(t, Tensor) and t.shape == p.shape}
                 found[name] |= {f"moment:{k}:{name}": t for k, t in like.items() if t.is_floating_point()}
@@ -170,7 +170,7 @@ class LiveModel:
     def equal_counters(self, queue: CollectiveQueue) -> None:
         """Set counters in the optimizers' state, such as Adam's steps, to the largest. Every worker has all of them."""
         params = [p for p in self.originals.values() if p.dim()]
-        states = [optimizer.state.get(p, {}) for p in params for optimizer in self._optimizers]
+        states = [optimizer.state.get(p, {}) for p in params for optimizer in self.optimizers]
         counters = [t for state in states for t in state.values() if isinstance(t, Tensor) and t.dim() == 0]
         if counters:
             rows = queue.gather(torch.tensor([float(t) for t in counters], dtype=torch.float64))
@@ -180,7 +180,7 @@ class LiveModel:
     def reset_optimizers(self, names: Iterable[str]) -> None:
         """Drop the optimizer state of these parameters."""
         for name in names:
-            for optimizer in self._optimizers:
+            for optimizer in self.optimizers:
                 if self.originals[name] in optimizer.state:
                     optimizer.state[self.originals[name]].clear()
 

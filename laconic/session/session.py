@@ -368,7 +368,7 @@ class Session:
                     each.optimizer.register_step_pre_hook(partial(self._before_step, each)).remove,
                     each.optimizer.register_step_post_hook(partial(self._after_step, each)).remove,
                 ]
-            self._removals.append(OtherOptimizers(self._live, self.optimizers).install().remove)
+            self._removals.append(OtherOptimizers(self._live).install().remove)
             self._prepare()
         except BaseException:
             self.detach()

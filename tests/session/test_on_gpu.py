@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from laconic.session.weights import Anchors
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import laconic
 from laconic.checkpoint.workers import lowest_and_highest
 from laconic.comm.queue import CollectiveQueue
+from laconic.session.weights import Anchors
 from laconic.torch_private.distributed import ordered_by_stream
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import listen, run_workers

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from laconic.session.foreign import optimizer_inside
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
+from laconic.session.foreign import optimizer_inside
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import WorkerError, listen, run_workers
 
