@@ -12,7 +12,7 @@ from laconic import Exact
 from laconic import plan as parse_plan
 from laconic.cli.forecast import ONE_TABLE, check_table, forecast_tables, wanted_table
 from laconic.cli.results import check_writable
-from laconic.cli.view import PipedConsole
+from laconic.cli.tables import PipedConsole
 from laconic.cost import meta
 from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import Link

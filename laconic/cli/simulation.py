@@ -11,7 +11,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from laconic.cli.view import PLAIN_LINES, PLAIN_WIDTH, PipedConsole
+from laconic.cli.tables import PLAIN_WIDTH, PipedConsole
+from laconic.cli.view import PLAIN_LINES
 from laconic.tools.simulate.clock import TimeUse
 from laconic.tools.simulate.results import SimulatedOutcome
 from laconic.tools.simulate.time_only import TimeOutcome
