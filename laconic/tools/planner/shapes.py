@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +19,6 @@ from torch import Tensor, nn
 from laconic.codecs.packing import in_buckets
 from laconic.cost import meta
 from laconic.tools.compare.settings import LabError
-from laconic.tools.planner.users_function import users_function
 
 _SCALE = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
@@ -39,8 +42,8 @@ class Shapes:
         """Divide some of the tensors into what is sent together, in the order of the forward pass."""
         if not self.layers:
             return in_buckets(chosen)
-        parts = [[name for name in layer if name in chosen] for layer in self.layers]
-        return [part for part in parts if part]
+        units = [[name for name in layer if name in chosen] for layer in self.layers]
+        return [unit for unit in units if unit]
 
     def before(self, names: Sequence[str]) -> float:
         """Return the share of the parameters that come before the first of these in the forward pass."""
@@ -52,10 +55,8 @@ class Shapes:
         return passed / max(1, self.parameters)
 
 
-def from_count(parameters: int, layers: int | None = None, flat: bool = False) -> Shapes:
+def from_count(parameters: int, layers: int | None = None) -> Shapes:
     """Make the shapes of a transformer of so many parameters: matrices of its layers, and a vector of what is left.
-
-    With `flat`, each layer is one vector: what a number of bits is given for.
 
     >>> made = from_count(1_000_003, layers=4)
     >>> made.parameters, [tuple(made.tensors[name].shape) for name in made.layers[0]]
@@ -67,7 +68,7 @@ def from_count(parameters: int, layers: int | None = None, flat: bool = False) -
     groups = []
     for index in range(count):
         size = parameters // count + (index < parameters % count)
-        width = 0 if flat else math.isqrt(size // 12)
+        width = math.isqrt(size // 12)
         shapes = {
             "qkv": (3 * width, width),
             "merge": (width, width),
@@ -95,6 +96,17 @@ def from_module(place: str) -> Shapes:
     if not isinstance(model, nn.Module):
         raise LabError(f"--model {place}: it returned {type(model).__name__}, and must return an nn.Module.")
     return Shapes(meta(model))
+
+
+@contextmanager
+def users_function(place: str) -> Iterator[Callable[..., Any]]:
+    """Import "module:function". Modules of the current folder are found too, also by the function in the block."""
+    module, _, name = place.partition(":")
+    sys.path.insert(0, "")
+    try:
+        yield getattr(importlib.import_module(module), name)
+    finally:
+        sys.path.remove("")
 
 
 def from_file(path: Path) -> Shapes:

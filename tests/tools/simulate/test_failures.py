@@ -11,9 +11,9 @@ import laconic
 from laconic.tools.compare.settings import LabError, Settings, usable_cores
 from laconic.tools.lab.script import lr_share
 from laconic.tools.lab.tasks import loss_of, make_task
-from laconic.tools.simulate.conditions import Conditions, failures_of, stragglers_of
+from laconic.tools.simulate.clock import Conditions
 from laconic.tools.simulate.tasks import lab_task
-from laconic.tools.simulate.training import SimulatedRun, SimulatedStep, Training
+from laconic.tools.simulate.training import SimulatedRun, SimulatedStep, Training, failures_of
 from tests.workers import run_workers
 
 WORKERS, STEPS = 4, 8
@@ -101,5 +101,3 @@ def test_failures_that_cannot_be(text):
 def test_somebody_must_stay():
     with pytest.raises(LabError, match="one of the 2 must stay"):
         failures_of(["0@1", "1@2"], 2, STEPS)
-    with pytest.raises(LabError, match="--stragglers 5@2x: write how many of the 4 workers"):
-        stragglers_of("5@2x", 4)
