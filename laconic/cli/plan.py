@@ -6,25 +6,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
 from laconic import Exact
 from laconic import plan as parse_plan
-from laconic.cli.view import PipedConsole
+from laconic.cli.tables import PipedConsole, table
 from laconic.cost import meta
-from laconic.tools.compare.settings import LabError
-from laconic.tools.compare.units import human_bytes, share
-from laconic.tools.launch.links import Link, LinkError, rate_text
+from laconic.tools.errors import UsageError
+from laconic.tools.launch.links import Link
 from laconic.tools.launch.links import link as parse_link
 from laconic.tools.planner.forecast import Forecast
 from laconic.tools.planner.front import PLANS, SOURCE
 from laconic.tools.planner.network import ComputedNetwork, MeasuredNetwork
 from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.planner.probe_data import MACHINE, Probe, ProbeError
-from laconic.tools.planner.shapes import Shapes, count_of, from_count, from_file, from_module
-from laconic.tools.planner.units import bytes_of, seconds_of
+from laconic.tools.planner.shapes import Shapes, from_count, from_file, from_module
+from laconic.tools.units import BYTES, COUNT, DURATION, human_bytes, parse, rate_text, share
 
 _MODEL, _NETWORK = "The model", "The network"
 OUTCOME = ("sent\na step", "step", "computing", "kept", "sooner\nthan ddp", "than\nalone")
@@ -79,7 +76,7 @@ def plan(
     It may say: do not compress. Give a model, a network and the time of a step, or measure them with laconic probe.
     """
     plans = [parse_plan(text) for text in plan or ()] or PLANS
-    limit = None if budget is None else bytes_of(budget, "--budget")
+    limit = None if budget is None else parse(budget, BYTES, "--budget")
     measured = None if probe is None else _probe(probe)
     found = _shapes(model, parameters, layers, shapes, measured)
     network, count, machine = _network(link, workers, latency, measured)
@@ -88,7 +85,7 @@ def plan(
     try:
         forecast = Forecast(plans, scenario)
     except ValueError as error:
-        raise LabError(str(error)) from error
+        raise UsageError(str(error)) from error
     if json:
         print(json_format.dumps(forecast.as_json(limit), indent=1))
         return
@@ -107,21 +104,15 @@ def plan(
 def forecast_tables(forecast: Forecast, width: int, budget_bytes: float | None = None) -> list[Table]:
     """One row for each plan, the soonest at the same loss first; in two tables, if the terminal is narrow."""
     s = forecast.scenario
-    rate = rate_text(float(f"{s.network.rate_bps:.4g}"))
+    rate = rate_text(s.network.rate_bps, digits=4)
     title = f"{s.shapes.parameters:,} parameters, {s.workers} workers, {s.compute_s:.4g} s a step, {rate}"
-    budget = () if budget_bytes is None else ("within\nbudget",)
-    tables: list[Table] = []
-    for headings in [OUTCOME + DETAILS + budget] if width >= ONE_TABLE else [OUTCOME, DETAILS + budget]:
-        shown = None if tables else title
-        table = Table(title=shown, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("plan", overflow="fold")
-        for heading in headings:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for each in forecast.ranked:
-            cells = _cells(forecast, each, budget_bytes)
-            table.add_row(escape(repr(each.plan)), *(cells[heading] for heading in headings))
-        tables.append(table)
-    return tables
+    details = DETAILS if budget_bytes is None else (*DETAILS, "within\nbudget")
+    cells = [(repr(each.plan), _cells(forecast, each, budget_bytes)) for each in forecast.ranked]
+    shown = [(OUTCOME + details, title)] if width >= ONE_TABLE else [(OUTCOME, title), (details, "")]
+    return [
+        table(("plan", *headings), [(plan, *(row[each] for each in headings)) for plan, row in cells], title)
+        for headings, title in shown
+    ]
 
 
 def _cells(forecast: Forecast, each: Prediction, budget_bytes: float | None) -> dict[str, str]:
@@ -137,7 +128,7 @@ def _cells(forecast: Forecast, each: Prediction, budget_bytes: float | None) -> 
         "exposed": f"{each.now.exposed_s:.3g} s",
         "steps faster\nthan ddp": _times(forecast.ddp.step_s / each.step_s),
         "memory": human_bytes(each.memory_bytes),
-        "break-even": "-" if rate is None else "any" if rate <= 0 else rate_text(float(f"{rate:.3g}")),
+        "break-even": "-" if rate is None else "any" if rate <= 0 else rate_text(rate, digits=3),
         "timeout": f"{each.timeout_s} s",
     }
     if budget_bytes is not None:
@@ -153,7 +144,7 @@ def _probe(path: Path) -> Probe:
     try:
         return Probe.read(path)
     except ProbeError as error:
-        raise LabError(f"--probe {error}") from None
+        raise UsageError(f"--probe {error}") from None
 
 
 def _network(
@@ -164,31 +155,30 @@ def _network(
         found = _link(text, workers)
         machine = found.levels[0].count if len(found.levels) > 1 else None
         return (
-            ComputedNetwork(found, 0.0 if latency is None else seconds_of(latency, "--latency")),
+            ComputedNetwork(found, 0.0 if latency is None else parse(latency, DURATION, "--latency")),
             found.workers,
             machine,
         )
     if probe is None:
-        raise LabError("a network is missing. Give --link 1gbit --workers 4, or --probe probe.json.")
+        raise UsageError("a network is missing. Give --link 1gbit --workers 4, or --probe probe.json.")
     return MeasuredNetwork(probe.timings, probe.workers), probe.workers, probe.levels.get(MACHINE)
 
 
 def _link(text: str, workers: int | None) -> Link:
     if workers is None and "@" not in text:
-        raise LabError(f"--link {text}: the number of workers is missing. Add --workers 4.")
-    try:
-        return parse_link(text, workers)
-    except LinkError as error:
-        raise LabError(f"--link {error}") from None
+        raise UsageError(f"--link {text}: the number of workers is missing. Add --workers 4.")
+    return parse_link(text, workers)
 
 
 def _step_s(step: str | None, probe: Probe | None) -> float:
     if step is not None:
-        return seconds_of(step, "--step")
+        return parse(step, DURATION, "--step")
     if probe is None:
-        raise LabError("the time of a step without communication is missing. Give --step 250ms, or --probe probe.json.")
+        raise UsageError(
+            "the time of a step without communication is missing. Give --step 250ms, or --probe probe.json."
+        )
     if probe.step is None:
-        raise LabError(
+        raise UsageError(
             "the probe has no time of a step: its --model returned a model alone. Give --step 250ms, or probe again "
             "with --step-script train.py."
         )
@@ -200,18 +190,18 @@ def _shapes(
 ) -> Shapes:
     given = [name for name, value in (("--model", model), ("--parameters", parameters), ("--shapes", shapes)) if value]
     if len(given) > 1:
-        raise LabError(f"{' and '.join(given)}: one model is enough. Leave out one of them.")
+        raise UsageError(f"{' and '.join(given)}: one model is enough. Leave out one of them.")
     if layers is not None and (layers < 1 or parameters is None):
-        raise LabError(f"--layers {layers}: it divides --parameters, and must be at least 1. Add --parameters 350M.")
+        raise UsageError(f"--layers {layers}: it divides --parameters, and must be at least 1. Add --parameters 350M.")
     if parameters is not None:
-        return from_count(count_of(parameters), layers)
+        return from_count(round(parse(parameters, COUNT, "--parameters")), layers)
     if model is not None:
         return from_module(model)
     if shapes is not None:
         return from_file(shapes)
     if probe is not None:
         return Shapes(meta(probe.model.shapes))
-    raise LabError("a model is missing. Give --parameters 350M, --model module:function, --shapes or --probe.")
+    raise UsageError("a model is missing. Give --parameters 350M, --model module:function, --shapes or --probe.")
 
 
 def _spread(probe: Probe | None) -> tuple[float, float]:

@@ -11,27 +11,27 @@ from statistics import median
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from laconic import plan as parse_plan
 from laconic.cli import options
 from laconic.cli.compare import link_of
 from laconic.cli.results import check_writable
-from laconic.cli.running import workers_here
-from laconic.tools.compare.settings import LabError, Script, check_workers, found_place, usable_cores
-from laconic.tools.compare.units import human_bytes
-from laconic.tools.launch.launch import Network
-from laconic.tools.launch.links import Link, rate_text
+from laconic.cli.tables import console, table
+from laconic.tools.compare.settings import Script
+from laconic.tools.errors import UsageError
+from laconic.tools.launch.links import Link
 from laconic.tools.launch.slow_link import NoSlowLink, slow_link
+from laconic.tools.launch.workers import Network, check_workers, found_place, workers_here
+from laconic.tools.machine import usable_cores
 from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.network import fit
 from laconic.tools.planner.probe import ProbeOptions, Show, launch_probe, process_group, run_probe, script_step
 from laconic.tools.planner.probe_data import OPS, Probe
+from laconic.tools.units import duration, human_bytes, rate_text
 
-WIDTH = 120
+COLLECTIVES = ("level", "collective", "latency\na hop", "bandwidth", "largest", "took", "spread")
 
 _option = partial(typer.Option, show_default=False)
 _MODEL = (
@@ -93,16 +93,16 @@ def probe(
 
 def _script(script: Path | None, arguments: tuple[str, ...], workers: int) -> Script | None:
     if script is None and arguments:
-        raise LabError(f"-- {' '.join(arguments)}: these are for a script. Give one with --step-script train.py.")
+        raise UsageError(f"-- {' '.join(arguments)}: these are for a script. Give one with --step-script train.py.")
     if script is not None and not script.is_file():
-        raise LabError(f"--step-script {script}: there is no such file. Give the path of a training script.")
+        raise UsageError(f"--step-script {script}: there is no such file. Give the path of a training script.")
     return None if script is None else Script("alone()", script, arguments, workers)
 
 
 def _as_worker(chosen: ProbeOptions, refused: str | None) -> Probe | None:
     """Measure in this process, which is a worker of torchrun's. Only worker 0 has a result to show."""
     if refused is not None:
-        raise LabError(
+        raise UsageError(
             f"{refused}: torchrun has already started the workers, and this option starts them itself. "
             "Run laconic without torchrun."
         )
@@ -122,7 +122,7 @@ def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: Scr
             show(1.0, f"steps of {script.script}")
             return replace(found, step=script_step(script, network))
     except NoSlowLink as error:
-        raise LabError(
+        raise UsageError(
             f"--link {link}: no real link can be made here ({error}), and a probe measures only real ones. "
             'Leave out --link, or describe the link to laconic plan: --link "100mbit".'
         ) from None
@@ -156,10 +156,10 @@ def _progress(shown: bool = True) -> Iterator[Show]:
 
 def print_summary(probe: Probe) -> None:
     """Print what was measured: collectives by level, codecs and the step."""
-    console = Console(width=WIDTH, highlight=False)
+    out = console(plain=True)
     hosts = len(probe.hosts)
     link = "" if probe.link is None else f", link {probe.link}"
-    console.print(
+    out.print(
         f"{probe.workers} worker{'s' * (probe.workers > 1)} on {hosts} host{'s' * (hosts > 1)}, {probe.backend}, "
         f"computing on {probe.device} with {probe.threads} thread{'s' * (probe.threads > 1)}{link}"
     )
@@ -169,54 +169,29 @@ def print_summary(probe: Probe) -> None:
             measured = probe.of(op, level)
             found, largest = fit(measured), max(measured, key=lambda each: each.bytes)
             cells = (
-                seconds_text(found.latency_s),
-                f"{rate_text(float(f'{found.bandwidth_bps:.3g}'))}/s",
+                duration(found.latency_s),
+                f"{rate_text(found.bandwidth_bps, digits=3)}/s",
                 human_bytes(largest.bytes),
-                seconds_text(largest.seconds),
+                duration(largest.seconds),
                 f"{largest.spread:.0%}",
             )
             rows.append((f"{level} ({workers})", op, *cells))
     if rows:
-        console.print(
-            _table(("level", "collective"), ("latency\na hop", "bandwidth", "largest", "took", "spread"), rows)
-        )
+        out.print(table(COLLECTIVES, rows, left=("collective",)))
     if probe.codecs:
         size = f"{probe.model.parameters:,} parameters of {probe.model.name}"
-        console.print(f"own computation to average {size} once, without the network")
-        rows = [(each.plan, seconds_text(each.seconds), f"{each.spread:.0%}") for each in probe.codecs]
-        console.print(_table(("plan",), ("seconds", "spread"), rows))
-    console.print(_step(probe))
-
-
-def _table(words: tuple[str, ...], numbers: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in words:
-        table.add_column(heading)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+        out.print(f"own computation to average {size} once, without the network")
+        codecs = [(each.plan, duration(each.seconds), f"{each.spread:.0%}") for each in probe.codecs]
+        out.print(table(("plan", "seconds", "spread"), codecs))
+    out.print(_step(probe))
 
 
 def _step(probe: Probe) -> str:
     step = probe.step
     if step is None:
         return "step: not measured. Let --model return a model and a function of its loss, or use --step-script."
-    text = f"step without synchronising: {seconds_text(step.seconds)}"
+    text = f"step without synchronising: {duration(step.seconds)}"
     if not step.forward_s:
         return text
     names = (("forward", step.forward_s), ("backward", step.backward_s), ("optimizer", step.optimizer_s))
-    return f"{text} ({', '.join(f'{name} {seconds_text(median(samples))}' for name, samples in names)})"
-
-
-def seconds_text(seconds: float) -> str:
-    """Format a duration in three digits.
-
-    >>> seconds_text(0.0123), seconds_text(2.5), seconds_text(4.56e-5)
-    ('12.3 ms', '2.5 s', '45.6 us')
-    """
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+    return f"{text} ({', '.join(f'{name} {duration(median(samples))}' for name, samples in names)})"

@@ -8,32 +8,28 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.markup import escape
-from rich.table import Table
 
 from laconic import plan as parse_plan
 from laconic.cli import options
 from laconic.cli.options import DEFAULT
-from laconic.cli.view import PLAIN_LINES, PLAIN_WIDTH, PipedConsole
+from laconic.cli.tables import console, table
+from laconic.cli.view import PLAIN_LINES
 from laconic.cost import meta
-from laconic.tools.compare.settings import LabError, Settings, check_count
-from laconic.tools.compare.units import duration, human_bytes, share
+from laconic.tools.compare.settings import Settings
+from laconic.tools.errors import UsageError, check_count
 from laconic.tools.lab.models import GPT, ResNet
 from laconic.tools.lab.tasks import check_data
-from laconic.tools.launch.launch import variables
-from laconic.tools.launch.links import LinkError
 from laconic.tools.launch.links import link as parse_link
+from laconic.tools.launch.workers import variables
 from laconic.tools.planner.network import ComputedNetwork
 from laconic.tools.planner.shapes import Shapes
-from laconic.tools.planner.units import seconds_of
-from laconic.tools.simulate.clock import Conditions, TimeUse
+from laconic.tools.simulate.clock import Conditions
 from laconic.tools.simulate.tasks import SimulatedTask, lab_task, user_task
 from laconic.tools.simulate.time_only import TimeOnly
 from laconic.tools.simulate.training import SimulatedOutcome, SimulatedRun, SimulatedStep, Training, failures_of
+from laconic.tools.units import DURATION, duration, human_bytes, parse, share
 
 _TIME = "The virtual clock"
-_USE = ("computing", "stragglers", "link", "faults")
 
 
 def simulate(
@@ -78,10 +74,10 @@ def simulate(
     settings = options.lab_settings(command, plan="ddp()", model=DEFAULT.model if place else model)
     network = _network(link, latency, workers)
     machine = network.link.levels[0].count if network is not None and len(network.link.levels) > 1 else None
-    given = Conditions(seconds_of(step, "--step"), jitter, network, seed)
+    given = Conditions(parse(step, DURATION, "--step"), jitter, network, seed)
     if time_only:
         if fail:
-            raise LabError(f"--time-only --fail {fail[0]}: the clock alone knows no faults. Leave out one of the two.")
+            raise UsageError(f"--time-only --fail {fail[0]}: the clock alone knows no faults. Use one of them.")
         shapes = Shapes(meta(_meta_model(settings, place)))
         times = [TimeOnly(each, shapes, workers, given, machine).run(steps) for each in plans]
         if json:
@@ -111,25 +107,21 @@ def simulate(
 
 def _train(run: SimulatedRun, task: SimulatedTask, quiet: bool) -> SimulatedOutcome:
     """Train, and show about ten lines unless it is `quiet`."""
-    training, steps, console = Training(run, task), [], _console()
+    training, steps, out = Training(run, task), [], console()
     stride = max(1, run.steps // PLAIN_LINES)
     for each in training.steps():
         steps.append(each)
         if not quiet and (each.step % stride == 0 or each.step in (1, run.steps)):
             loss, seconds, sent = _cells(each)
             line = f"{run.plan} step={each.step}/{run.steps} loss={loss} workers={len(each.losses)} time={seconds} "
-            console.print(f"{line}sent={sent}", markup=False, soft_wrap=True)
+            out.print(f"{line}sent={sent}", markup=False, soft_wrap=True)
     return training.outcome(steps)
 
 
 def _network(text: str | None, latency: str | None, workers: int) -> ComputedNetwork | None:
     if text is None:
         return None
-    try:
-        found = parse_link(text, workers)
-    except LinkError as error:
-        raise LabError(f"--link {error}") from None
-    return ComputedNetwork(found, 0.0 if latency is None else seconds_of(latency, "--latency"))
+    return ComputedNetwork(parse_link(text, workers), 0.0 if latency is None else parse(latency, DURATION, "--latency"))
 
 
 def _meta_model(settings: Settings, place: str | None) -> torch.nn.Module:
@@ -160,21 +152,8 @@ def _cells(step: SimulatedStep) -> tuple[str, str, str]:
 
 def _print_table(title: str, headings: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
     """Print a line for each plan: its cells, and what its time was used for."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("plan", overflow="fold")
-    for heading in (*headings, *_USE):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for plan, *cells, use in rows:
-        table.add_row(escape(plan), *cells, *_shares(use))
-    _console().print(table)
-
-
-def _shares(use: TimeUse) -> list[str]:
-    return [share(each) for each in (use.computing, use.stragglers, use.link, use.faults)]
-
-
-def _console() -> PipedConsole:
-    return PipedConsole(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+    cells = [(*row, *map(share, (use.computing, use.stragglers, use.link, use.faults))) for *row, use in rows]
+    console().print(table(("plan", *headings, "computing", "stragglers", "link", "faults"), cells, title))
 
 
 def _print_json(runs: list[dict[str, object]]) -> None:

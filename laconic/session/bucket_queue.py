@@ -19,13 +19,13 @@ from torch.futures import Future
 
 from laconic.comm.queue import CollectiveQueue
 from laconic.comm.running import new_future
-from laconic.exchange import Exchange
+from laconic.exchange import Averaged, Exchange
 from laconic.session.model_state import ModelState, local_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-Average = Callable[[dict[str, Tensor]], Exchange]
+Average = Callable[[dict[str, Tensor]], Exchange[Averaged]]
 """Averages a bucket, and writes the means over it."""
 
 TOGETHER_BYTES = 512 << 20

@@ -16,7 +16,7 @@ from torch import Tensor
 from laconic.codecs.packing import bucketed, pack, unpack
 from laconic.comm.averaging import write
 from laconic.comm.queue import CollectiveQueue
-from laconic.exchange import Averaged, Exchange, First, all_finite, true
+from laconic.exchange import Exchange, First, all_finite
 from laconic.session.model_state import ModelState, clean
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class BufferSync:
         flats = [pack(bucket) for bucket in buckets]
         finite = self._finite(buckets).reshape(1).to(queue.device)
 
-        def exchange(index: int) -> Exchange:
+        def exchange(index: int) -> Exchange[None]:
             message = flats[index].view(torch.uint8).to(queue.device)
             if index == 0:
                 message = torch.cat([message, finite.view(torch.uint8)])
@@ -74,7 +74,6 @@ class BufferSync:
                 finite.copy_(got[-1:])
                 got = got[:-1]
             flats[index] = got.view(flats[index].dtype).to(flats[index].device)
-            return Averaged({}, dict, true)
 
         queue.run_all([exchange(index) for index in range(len(buckets))], "buffers")
         for bucket, flat in zip(buckets, flats, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laconic.codecs import Codec
 from laconic.codecs.feedback import residuals_by_name
-from laconic.exchange import Decide, Exchange, State
+from laconic.exchange import Averaged, Decide, Exchange, Peers, State
 
 PARTS = 32
 """The steps over which residuals of gradients are delivered."""
@@ -30,18 +30,18 @@ def carry_gradients(old: State) -> State:
     return {CARRIED: {"residual": residuals, "parts": dict.fromkeys(residuals, PARTS)}} if residuals else {}
 
 
-def deliver(tensors: Mapping[str, Tensor], state: State, codec: Codec) -> Exchange:
+def deliver(tensors: Mapping[str, Tensor], state: State, codec: Codec, peers: Peers) -> Exchange[Averaged]:
     """Average `tensors`, with the next part of the residuals added in their memory that were carried over."""
     carried = state.get(CARRIED, {"residual": {}, "parts": {}})
     waiting: dict[str, Tensor] = carried["residual"]
     parts: dict[str, int] = carried["parts"]
     here = [name for name in tensors if name in waiting]
     if not here:
-        return (yield from codec.average(tensors, state, reuse=True))
+        return (yield from codec.average(tensors, state, peers, reuse=True))
     with torch.no_grad():
         for name in here:
             tensors[name].add_(waiting[name], alpha=1 / parts[name])
-    end = yield from codec.average(tensors, state, reuse=True)
+    end = yield from codec.average(tensors, state, peers, reuse=True)
     ok = end.finite() if end.decided else (yield Decide(end.finite()))
     if bool(ok):  # a step that is void has delivered nothing
         for name in here:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic.comm.queue import CollectiveQueue
-from laconic.exchange import Averaged, Exchange, Mean, true
+from laconic.exchange import Exchange, Mean
 from laconic.plans.plan import Plan
 from laconic.session.model_state import ModelState, local_of
 
@@ -42,7 +42,7 @@ class ExtraState:
         """Return the moments of parameters that have them on every worker; perhaps drop the state of the others."""
         here = torch.tensor([float(bool(moments[name])) for name in moments])
         if queue.workers > 1 and len(moments):
-            here = queue.run(_mean(here.to(queue.device)), "control").mean[""]
+            here = queue.run(_mean(here.to(queue.device)), "control")
         everywhere = [name for name, share in zip(moments, here.tolist(), strict=True) if share == 1]
         if reset_others:
             self.reset_optimizers(moments.keys() - set(everywhere))
@@ -71,5 +71,5 @@ def flat(moments: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {key: t for each in moments.values() for key, t in each.items()}
 
 
-def _mean(x: Tensor) -> Exchange:
-    return Averaged({"": (yield Mean(x))}, dict, true)
+def _mean(x: Tensor) -> Exchange[Tensor]:
+    return (yield Mean(x))

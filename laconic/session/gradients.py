@@ -16,7 +16,7 @@ from laconic.comm.averaging import write, written
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
 from laconic.cost import routed
-from laconic.exchange import Exchange, State
+from laconic.exchange import Averaged, Exchange, State
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
 from laconic.session.carry_over import CARRIED, deliver
@@ -94,6 +94,7 @@ class GradientAverager:
         self.probe: Sketcher | None = None
         """What measures the exchanges among all workers, if a guard is on."""
         self._codec: Codec = Exact()
+        self._peers = levels.world.peers
         self._scale = LossScale(scaler, model_state) if scaler is not None and scaler.is_enabled() else None
 
     @property
@@ -109,7 +110,8 @@ class GradientAverager:
     def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
         """Use this codec among these workers in the next step."""
         if sync is not None and codec is not None:
-            self._codec = self.chosen(codec, self.levels[sync.level])
+            queue = self.levels[sync.level]
+            self._codec, self._peers = self.chosen(codec, queue), queue.peers
         if self._scale is not None:
             self._scale.begin_step()
 
@@ -118,24 +120,27 @@ class GradientAverager:
         chosen = Exact() if queue.workers == 1 and not self._compress_alone else routed(codec)
         return Watched(chosen, self.probe) if self.probe is not None and queue is self.levels.world else chosen
 
-    def average(self, bucket: dict[str, Tensor]) -> Exchange:
+    def average(self, bucket: dict[str, Tensor]) -> Exchange[Averaged]:
         """Average a bucket of gradients, and write the means over it."""
         if self._scale is not None:
             self._scale.rescale()
-        codec, state = self._codec, self.model_state.state["gradient"]
-        end = yield from self.check.watch(
-            bucket,
-            lambda: deliver(bucket, state, codec) if CARRIED in state else codec.average(bucket, state, reuse=True),
-        )
+        codec, peers, state = self._codec, self._peers, self.model_state.state["gradient"]
+
+        def average() -> Exchange[Averaged]:
+            if CARRIED in state:
+                return deliver(bucket, state, codec, peers)
+            return codec.average(bucket, state, peers, reuse=True)
+
+        end = yield from self.check.watch(bucket, average)
         if end.mean is not bucket:
             write(bucket, end.mean)
         return end
 
-    def encode(self, tensors: dict[str, Tensor], state: State, codec: Codec) -> Exchange:
+    def encode(self, tensors: dict[str, Tensor], state: State, codec: Codec) -> Exchange[Averaged]:
         """Average tensors through a codec, without a check, and write the means over them."""
         if self._scale is not None:
             self._scale.rescale()
-        return (yield from written(deliver(tensors, state, codec), tensors))
+        return (yield from written(deliver(tensors, state, codec, self.levels.world.peers), tensors))
 
 
 def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:

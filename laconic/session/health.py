@@ -17,7 +17,7 @@ from torch import Tensor
 
 from laconic.codecs import Codec
 from laconic.codecs.feedback import residuals_by_name
-from laconic.exchange import Exchange, State
+from laconic.exchange import Averaged, Exchange, Peers, State
 
 SKETCH = 256
 """Numbers in a sketch."""
@@ -58,7 +58,9 @@ class Sketcher:
         """For each exchange [3, SKETCH]: of what was to be sent, of residuals before, and after."""
         self._signs: dict[tuple[str, int, torch.device], Tensor] = {}
 
-    def watch(self, tensors: Mapping[str, Tensor], state: State, average: Callable[[], Exchange]) -> Exchange:
+    def watch(
+        self, tensors: Mapping[str, Tensor], state: State, average: Callable[[], Exchange[Averaged]]
+    ) -> Exchange[Averaged]:
         """Run the exchange that `average` makes of `tensors`, and sketch them."""
         names = sorted(tensors, key=lambda name: (-tensors[name].numel(), name))[:MOST_TENSORS]
         device = tensors[names[0]].device if names else torch.device("cpu")
@@ -111,11 +113,13 @@ class Watched:
         """Accept what the codec accepts."""
         return self.codec.accepts(shape)
 
-    def average(self, tensors: Mapping[str, Tensor], state: State, *, reuse: bool = False) -> Exchange:
+    def average(
+        self, tensors: Mapping[str, Tensor], state: State, peers: Peers, *, reuse: bool = False
+    ) -> Exchange[Averaged]:
         """Average through the codec."""
         if not self.probe.due:
-            return self.codec.average(tensors, state, reuse=reuse)
-        return self.probe.watch(tensors, state, lambda: self.codec.average(tensors, state, reuse=reuse))
+            return self.codec.average(tensors, state, peers, reuse=reuse)
+        return self.probe.watch(tensors, state, lambda: self.codec.average(tensors, state, peers, reuse=reuse))
 
 
 def health_of(rows: Sequence[Sequence[int]], step: int) -> Health:

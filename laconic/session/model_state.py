@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from laconic.checks.agreement import Facts, parameter_facts
 from laconic.checks.divergence import differences
 from laconic.codecs.packing import bucketed, pack, unpack
-from laconic.comm.averaging import written
+from laconic.comm.averaging import write
 from laconic.comm.queue import CollectiveQueue
-from laconic.exchange import Averaged, Exchange, First, State, true
+from laconic.exchange import Exchange, First, State
 from laconic.session.carry_over import carry_gradients
 from laconic.torch_private.modules import tensors_of
 
@@ -117,7 +117,7 @@ class ModelState:
         """Give every worker the first worker's tensors of these names."""
         tensors = self.everything()
         buckets = bucketed({name: tensors[name] for name in names})
-        queue.run_all([written(of_worker(bucket), bucket) for bucket in buckets], "control")
+        queue.run_all([_taken(bucket) for bucket in buckets], "control")
 
     def sync_new(self, queue: CollectiveQueue, among_all: bool) -> None:
         """Give every worker the first worker's values of parameters that came after `attach`."""
@@ -153,10 +153,13 @@ class ModelState:
         self.state = copied(saved["state"], self.devices)
 
 
-def of_worker(tensors: Mapping[str, Tensor], worker: int = 0) -> Exchange:
-    """Send the tensors of one worker, of one dtype and device, to all."""
-    flat = yield First(pack(tensors), worker)
-    return Averaged(unpack(flat, like=tensors), dict, true)
+def of_worker(tensors: Mapping[str, Tensor], worker: int = 0) -> Exchange[dict[str, Tensor]]:
+    """Return one worker's tensors, of one dtype and device, on all workers."""
+    return unpack((yield First(pack(tensors), worker)), like=tensors)
+
+
+def _taken(tensors: Mapping[str, Tensor]) -> Exchange[None]:
+    write(tensors, (yield from of_worker(tensors)))
 
 
 def local_of(t: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -39,8 +40,8 @@ Commit: TypeAlias = Literal["streaming", "atomic"]
 class _Job:
     """One bucket of a synchronisation: its exchange, and what is done with the result."""
 
-    exchange: Exchange
-    commit: Callable[[Averaged], None]
+    exchange: Exchange[Any]
+    commit: Callable[[Any], None]
 
 
 class WeightSync:
@@ -103,7 +104,7 @@ class WeightSync:
         names = [*deltas, *exact]
         if first and plan.buffers == "leader" and queue.workers > 1:
             split = bucketed(self.model_state.all_buffers)
-            self._run(queue, [_Job(of_worker(bucket, finite.index(True)), _writing(bucket)) for bucket in split])
+            self._run(queue, [_Job(of_worker(b, finite.index(True)), partial(write, b)) for b in split])
         if plan.optimizer_state == "reset":
             self._extras.reset_optimizers(names)
         if queue is self.levels.world:
@@ -115,7 +116,7 @@ class WeightSync:
             self._send(plan, queue, names, sync.part, step)
             return
         self.anchor.is_current = sync.part is None
-        self._run(queue, [self._delta_job(plan, bucket) for bucket in self._buckets(names)])
+        self._run(queue, [self._delta_job(plan, queue, bucket) for bucket in self._buckets(names)])
 
     def _exchange_headers(
         self,
@@ -191,7 +192,8 @@ class WeightSync:
         if self.commit == "streaming":
             average_in_place(queue, tensors, Payload.WEIGHTS)
         else:
-            jobs = [_Job(Exact(wide=True).average(bucket, {}), _writing(bucket)) for bucket in bucketed(tensors)]
+            exact = Exact(wide=True)
+            jobs = [_Job(exact.average(b, {}, queue.peers), _writing(b)) for b in bucketed(tensors)]
             self._run(queue, jobs)
         if self._scale != 1 and tensors:
             torch._foreach_mul_(list(tensors.values()), self._scale)
@@ -199,9 +201,9 @@ class WeightSync:
     def _run(self, queue: CollectiveQueue, jobs: Sequence[_Job]) -> None:
         """Run jobs together and wait; a job takes effect when it ends, or after all have."""
         atomic = self.commit == "atomic"
-        ends: list[Averaged | None] = [None] * len(jobs)
+        ends: list[Any] = [None] * len(jobs)
 
-        def run(index: int, job: _Job) -> Exchange:
+        def run(index: int, job: _Job) -> Exchange[Any]:
             end = ends[index] = yield from job.exchange
             if not atomic:
                 job.commit(end)
@@ -218,16 +220,16 @@ class WeightSync:
         if atomic:
             with torch.no_grad():
                 for job, end in zip(jobs, ends, strict=True):
-                    assert end is not None
                     job.commit(end)
 
-    def _delta_job(self, plan: Plan, names: Sequence[str]) -> _Job:
+    def _delta_job(self, plan: Plan, queue: CollectiveQueue, names: Sequence[str]) -> _Job:
         scale, zero = self._scale, self._excluded
 
-        def exchange() -> Exchange:
+        def exchange() -> Exchange[Averaged]:
             codec = self._chosen(plan.codec, self.levels.world)
             state, reuse = self.model_state.state["weights"], self.commit == "streaming"  # atomic keeps old tensors
-            return (yield from by_itself(codec.average(self.anchor.deltas(names, zero), state, reuse=reuse)))
+            deltas = self.anchor.deltas(names, zero)
+            return (yield from by_itself(codec.average(deltas, state, queue.peers, reuse=reuse)))
 
         def commit(end: Averaged) -> None:
             if bool(end.finite()):
@@ -243,8 +245,9 @@ class WeightSync:
         fragment, scale = self._in_flight.new(plan.schedule, part, step, names), self._scale
         codec = self._chosen(plan.codec, queue)
 
-        def exchange(deltas: Mapping[str, Tensor]) -> Exchange:
-            end = yield from by_itself(codec.average(deltas, self.model_state.state["weights"], reuse=True))
+        def exchange(deltas: Mapping[str, Tensor]) -> Exchange[Averaged]:
+            state = self.model_state.state["weights"]
+            end = yield from by_itself(codec.average(deltas, state, queue.peers, reuse=True))
             if bool(end.finite()):
                 fragment.means.append(_scaled(end.mean, scale))
             return end

@@ -8,10 +8,9 @@ from typing import Any
 
 from laconic.plans.methods import alone, ddp
 from laconic.plans.plan import Plan
-from laconic.tools.compare.units import share
-from laconic.tools.launch.links import rate_text
 from laconic.tools.planner.front import MEASURED_PARAMETERS, SOURCE
 from laconic.tools.planner.predict import Prediction, Scenario
+from laconic.tools.units import rate_text, share
 
 NEEDS = (0.5, 0.8, 0.95)
 """The shares of the time to compute for which the JSON has the rate of the link that they need."""
@@ -100,7 +99,7 @@ class Forecast:
         factor = best.steps_factor or 1.0
         more = "" if factor < 1.005 else f" It needs {factor:.2f} times as many steps, for it keeps {share(best.kept)}."
         rate = best.break_even_bps(self.ddp)
-        until = "" if rate is None else f" On links faster than {rate_text(float(f'{rate:.2g}'))}, do not compress."
+        until = "" if rate is None else f" On links faster than {rate_text(rate, digits=2)}, do not compress."
         return (
             f"Use {best.plan}: it reaches the same loss {sooner:.1f} times sooner than ddp() and {than_alone:.1f} "
             f"times sooner than alone(); {busy}, under it {share(best.now.utilisation)}.{more}{until}"

@@ -20,20 +20,18 @@ from laconic.cost import routed
 from laconic.exchange import (
     AllToAll,
     Averaged,
+    Decide,
     Exchange,
     Gather,
     Mean,
-    Rank,
     Request,
     State,
-    by_itself,
-    rank_of,
-    true,
+    drive,
 )
 from laconic.ledger import Ledger, wire_bytes
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Streaming
-from laconic.tools.launch.host import host_id
+from laconic.tools.machine import host_id
 from laconic.tools.planner.probe_data import MACHINE, WORLD, CodecTiming, StepTiming, Timing
 
 TIMEOUT_S = 120.0
@@ -177,9 +175,8 @@ def _collective_s(meter: Meter, op: str, workers: int, size: int) -> float:
     return meter.now() - start
 
 
-def _exchange(request: Request) -> Exchange:
+def _exchange(request: Request) -> Exchange[None]:
     yield request
-    return Averaged({}, dict, true)
 
 
 # 2. Codecs.
@@ -212,7 +209,7 @@ def time_codec(
 
 
 def _gradients_s(meter: Meter, plan: Plan, bucket: dict[str, Tensor], state: dict[str, State]) -> float:
-    spent_s, end = own_seconds(meter, routed(plan.codec).average(bucket, state["codec"], reuse=True))
+    spent_s, end = own_seconds(meter, routed(plan.codec).average(bucket, state["codec"], meter.world.peers, reuse=True))
     start = meter.now()
     if end.mean is not bucket:
         write(bucket, end.mean)
@@ -226,7 +223,7 @@ def _weights_s(
     start = meter.now()
     own = {name: anchor[name] - t for name, t in weights.items()} if plan.needs_anchor else weights
     spent_s = meter.now() - start
-    codec_s, end = own_seconds(meter, routed(plan.codec).average(own, state["codec"], reuse=True))
+    codec_s, end = own_seconds(meter, routed(plan.codec).average(own, state["codec"], meter.world.peers, reuse=True))
     start = meter.now()
     if plan.needs_anchor:
         here = {name: anchor[name] for name in weights}
@@ -238,22 +235,26 @@ def _weights_s(
     return spent_s + codec_s + meter.now() - start
 
 
-def own_seconds(meter: Meter, exchange: Exchange) -> tuple[float, Averaged]:
+def own_seconds(meter: Meter, exchange: Exchange[Averaged]) -> tuple[float, Averaged]:
     """Run an exchange to its end without a network, and return the seconds of its own computation."""
-    running, spent_s = by_itself(exchange), 0.0
-    answer: Tensor | None = None
-    while True:
-        start = meter.now()
-        try:
-            request = running.send(answer)  # type: ignore[arg-type]  # the first send starts it, with None
-        except StopIteration as stop:
-            return spent_s + meter.now() - start, stop.value
-        spent_s += meter.now() - start
-        answer = rank_of(meter.worker, meter.workers) if isinstance(request, Rank) else _answer(request, meter)
+    served_s = 0.0
+
+    def serve(request: Request | Decide) -> Tensor:
+        nonlocal served_s
+        asked = meter.now()
+        answer = _answer(request, meter)
+        served_s += meter.now() - asked
+        return answer
+
+    start = meter.now()
+    end = drive(exchange, serve)
+    return meter.now() - start - served_s, end
 
 
-def _answer(request: Request, meter: Meter) -> Tensor:
+def _answer(request: Request | Decide, meter: Meter) -> Tensor:
     """Answer a request as if all workers had sent this worker's tensor."""
+    if isinstance(request, Decide):
+        return request.ok
     x = request.x
     if isinstance(request, AllToAll):  # this worker's rows
         first = sum(request.rows[: meter.worker])

@@ -81,7 +81,7 @@ class Scenario:
     @property
     def gain(self) -> float:
         """How many times as many steps as `ddp()` a worker by itself needs: 2.8 for four, as in the lab."""
-        return self.workers**0.75
+        return float(self.workers**0.75)
 
 
 class Prediction:

@@ -14,23 +14,23 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
-from threading import Event, Thread
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never
 from laconic.plans.text import plan as parse_plan
-from laconic.tools.compare.settings import LabError, Script, Settings, check_positive, path_option
-from laconic.tools.compare.versions import versions
+from laconic.tools.compare.running import launch
+from laconic.tools.compare.settings import Script, Settings
+from laconic.tools.errors import UsageError, check_positive
 from laconic.tools.lab.tasks import loss_of, make_task
-from laconic.tools.launch.failures import WorkerError, keep_logs, killed_by, last_error, last_traceback, read_log
+from laconic.tools.launch.failures import WorkerError
 from laconic.tools.launch.folders import run_folder
-from laconic.tools.launch.launch import Network, environment, launch, run_elastic
-from laconic.tools.launch.slow_link import PROGRAM
+from laconic.tools.launch.tail import following
+from laconic.tools.launch.workers import Network, python, run_workers
+from laconic.tools.machine import versions
 from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.measure import Meter, devices, time_codec, time_collective, time_step
 from laconic.tools.planner.probe_data import OPS, ModelShapes, Probe, StepTiming
@@ -38,7 +38,7 @@ from laconic.tools.planner.shapes import users_function
 
 Show = Callable[[float, str], None]
 """Takes the share of the probe that is done, from 0 to 1, and what is measured now."""
-READ_EVERY_S = 0.1
+PROGRESS = "progress.jsonl"
 STEPS, STEPS_S, WARM_UP_STEPS = 60, 15.0, 3
 """Of a script: how many steps it is asked for, in how many seconds, and how many do not count."""
 RULE = (
@@ -67,16 +67,16 @@ class ProbeOptions:
         check_positive("longest", self.longest_s)
         for size in self.groups:
             if size < 2 or workers % size:
-                raise LabError(
+                raise UsageError(
                     f"--groups {size}: {workers} workers cannot be divided into groups of {size}. "
                     f"Choose a size from 2 on that divides {workers}."
                 )
         if self.model is not None and ":" not in self.model:
-            raise LabError(f"--model {self.model}: write module:function. {RULE}.")
+            raise UsageError(f"--model {self.model}: write module:function. {RULE}.")
         if self.device not in ("auto", "cpu", "cuda"):
-            raise LabError(f"--device {self.device}: use cpu or cuda, or leave it out for cuda where there is one.")
+            raise UsageError(f"--device {self.device}: use cpu or cuda, or leave it out for cuda where there is one.")
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise LabError("--device cuda: torch finds no CUDA device here. Leave it out, or install torch for CUDA.")
+            raise UsageError("--device cuda: torch finds no CUDA device here. Leave it out, or install torch for CUDA.")
 
 
 # 1. As one worker of a process group.
@@ -144,7 +144,7 @@ def _plans(options: ProbeOptions, tensors: int) -> list[Plan]:
         try:
             plan.check_fragments(tensors)
         except ValueError as error:
-            raise LabError(f"--plan {error}") from None
+            raise UsageError(f"--plan {error}") from None
     front = PLANS if options.front else ()
     chosen = [*(plan for plan in front if plan.schedule.fragments <= tensors), *options.plans]
     return [plan for plan in dict.fromkeys(chosen) if not isinstance(plan.schedule, Never)]
@@ -167,10 +167,10 @@ def load_model(
         with users_function(name) as make, torch.device(device):
             made = make()
     except (ImportError, AttributeError) as error:
-        raise LabError(f"--model {name}: {error}. Write module:function. {RULE}.") from error
+        raise UsageError(f"--model {name}: {error}. Write module:function. {RULE}.") from error
     users_model, users_loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(users_model, nn.Module) or not (users_loss is None or callable(users_loss)):
-        raise LabError(f"--model {name}: it returned {type(made).__name__}. {RULE}.")
+        raise UsageError(f"--model {name}: it returned {type(made).__name__}. {RULE}.")
     return name, users_model.to(device), users_loss
 
 
@@ -179,49 +179,12 @@ def load_model(
 
 def launch_probe(options: ProbeOptions, workers: int, network: Network, show: Show) -> Probe:
     """Start workers, on hosts of their own if there is a link, and return what they have measured."""
-    hosts = json.dumps(None if network.slow is None else asdict(network.slow.hosts))
+    given = asdict(replace(options, plans=())) | {"plans": [repr(plan) for plan in options.plans]}
     with run_folder() as folder:
-        given = asdict(replace(options, plans=())) | {"plans": [repr(plan) for plan in options.plans]}
         (folder / "options.json").write_text(json.dumps(given))
-        command = (str(PROGRAM), "enter", hosts, sys.executable, *path_option(), "-m", __name__, str(folder))
-        try:
-            with environment({}, workers, hosts=network.slow is not None), _following(folder / "progress.json", show):
-                run_elastic(workers, folder, network.port, sys.executable, *command)
-        except ChildFailedError as error:
-            worker, failure = error.get_first_failure()
-            raise _worker_error(folder, worker, workers, failure.exitcode) from None
+        with following([folder / PROGRESS], lambda line: show(*json.loads(line))):
+            run_workers(python("-m", __name__, str(folder)), workers, folder, network, title="the probe")
         return Probe.read(folder / "probe.json")
-
-
-def _worker_error(folder: Path, worker: int, workers: int, code: int) -> WorkerError:
-    log = read_log(folder, worker)
-    return WorkerError(
-        f"worker {worker} of {workers} of the probe failed: {last_error(log) or killed_by(code)}"
-        + "".join(f"\n  {line}" for line in last_traceback(log))
-        + f"\nThe output of all workers is in {keep_logs(folder, workers)}."
-    )
-
-
-@contextmanager
-def _following(path: Path, show: Show) -> Iterator[None]:
-    """Show the progress that worker 0 writes to a file, while the block runs."""
-    done = Event()
-
-    def follow() -> None:
-        seen = ""
-        while not done.wait(READ_EVERY_S):
-            text = path.read_text() if path.exists() else ""
-            if text != seen:
-                seen = text
-                show(*json.loads(text))
-
-    thread = Thread(target=follow, name="laconic-probe", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def script_step(script: Script, network: Network) -> StepTiming:
@@ -242,16 +205,10 @@ def _main(folder: Path) -> None:
     given = json.loads((folder / "options.json").read_text())
     plans = tuple(map(parse_plan, given.pop("plans")))
     options = ProbeOptions(**given | {"plans": plans, "groups": tuple(given["groups"])})
-    progress = folder / "progress.json"
-
-    def show(done: float, text: str) -> None:
-        new = progress.with_suffix(".new")
-        new.write_text(json.dumps([done, text]))
-        new.replace(progress)
-
     with process_group(options.device):
         first = os.environ["RANK"] == "0"
-        probe = run_probe(options, show if first else lambda done, text: None)
+        with (folder / PROGRESS if first else Path(os.devnull)).open("w", buffering=1) as progress:
+            probe = run_probe(options, lambda done, text: print(json.dumps([done, text]), file=progress))
         if first:
             probe.write(folder / "probe.json")
 

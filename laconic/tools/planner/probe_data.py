@@ -129,7 +129,7 @@ class ModelShapes:
 
     def __post_init__(self) -> None:
         for name, shape in self.shapes.items():
-            if not isinstance(shape, tuple) or not all(is_whole(size, least=0) for size in shape):
+            if not all(is_whole(size, least=0) for size in shape):
                 raise ValueError(f"the shape of {name} is {shape!r}, and must be a list of whole numbers")
 
     @property

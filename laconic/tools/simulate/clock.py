@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic.comm.in_process import Collective, Members
 from laconic.plans.schedules import Payload
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 from laconic.tools.planner.network import Network
 from laconic.tools.planner.timeline import Message, released_s
 from laconic.values import is_number
@@ -33,7 +33,7 @@ class Conditions:
 
     def __post_init__(self) -> None:
         if not is_number(self.jitter) or self.jitter < 0:
-            raise LabError(f"--jitter {self.jitter:g}: it must not be negative. Write --jitter 0.1 for 10 %.")
+            raise UsageError(f"--jitter {self.jitter:g}: it must not be negative. Write --jitter 0.1 for 10 %.")
 
     def collective_s(self, op: str, payload_bytes: float, workers: int) -> float:
         """Return the seconds of a collective among `workers` neighbours."""

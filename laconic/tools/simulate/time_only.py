@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from laconic import Plan, ddp
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import Link
 from laconic.tools.planner.network import ComputedNetwork
 from laconic.tools.planner.predict import Prediction, Scenario, Transfer
@@ -50,7 +50,7 @@ class TimeOnly:
         self._prediction = Prediction(plan, scenario)
         self._warm_up = Prediction(ddp(), scenario) if plan.schedule.start > 1 else self._prediction
         for size in {each.workers for each in self._prediction.sent if workers % each.workers}:
-            raise LabError(
+            raise UsageError(
                 f"{plan!r}: it has groups of {size}, and {workers} workers cannot be divided so. Choose a --workers "
                 f"that {size} divides."
             )

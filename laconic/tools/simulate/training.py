@@ -26,8 +26,9 @@ from laconic import Ledger, LostWorkerError, Plan, Session, attach
 from laconic.comm.in_process import InProcessGroup, Meetings, Members
 from laconic.comm.ring import ring_sum
 from laconic.plans.schedules import Never, Streaming
-from laconic.tools.compare.settings import LabError, usable_cores
+from laconic.tools.errors import UsageError
 from laconic.tools.lab.script import lr_share
+from laconic.tools.machine import usable_cores
 from laconic.tools.simulate.clock import Conditions, TimeUse, VirtualClock
 from laconic.tools.simulate.tasks import SimulatedTask
 
@@ -50,14 +51,14 @@ def failures_of(texts: Sequence[str], workers: int, steps: int) -> tuple[Failure
     for text in texts:
         match = re.fullmatch(r"(\d+)\s*@\s*(\d+)", text.strip())
         if match is None or int(match[1]) >= workers or not 1 <= int(match[2]) <= steps:
-            raise LabError(
+            raise UsageError(
                 f"--fail {text}: write a worker from 0 to {workers - 1} and a step from 1 to {steps}, such as 5@30: "
                 "worker 5 is lost when step 30 begins."
             )
         found.append(Failure(int(match[1]), int(match[2])))
     lost = {each.worker for each in found}
     if len(lost) < len(found) or len(lost) == workers:
-        raise LabError(
+        raise UsageError(
             f"--fail {' --fail '.join(texts)}: each worker can be lost once, and one of the {workers} must stay."
         )
     return tuple(found)

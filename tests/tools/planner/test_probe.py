@@ -11,7 +11,7 @@ import laconic
 from laconic.codecs import Codec
 from laconic.cost import routed
 from laconic.exchange import State, all_finite
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 from laconic.tools.planner.measure import Meter, own_seconds, sizes
 from laconic.tools.planner.network import fit
 from laconic.tools.planner.probe import ProbeOptions, run_probe
@@ -84,7 +84,7 @@ def compute_without_network(worker: int, codecs: list[Codec]) -> list[bool]:
     for codec in codecs:
         state: State = {}
         for _ in range(3):  # residuals and warm factors of earlier rounds
-            seconds, end = own_seconds(meter, codec.average(tensors, state))
+            seconds, end = own_seconds(meter, codec.average(tensors, state, meter.world.peers))
             alike = all(end.mean[name].shape == t.shape for name, t in tensors.items())
             ended.append(seconds > 0 and alike and bool(end.finite()) and bool(all_finite(end.mean)))
     meter.close()
@@ -118,5 +118,5 @@ def test_sizes_are_six_whatever_the_limit():
     ],
 )
 def test_mistakes(options, words):
-    with pytest.raises(LabError, match=words):
+    with pytest.raises(UsageError, match=words):
         options.check(workers=4)

@@ -81,7 +81,7 @@ class TestAsRoot:
     ("arguments", "words"),
     [
         (["--groups", "3"], "--groups 3: 4 workers cannot be divided into groups of 3."),
-        (["--link", "fast"], "--link 'fast': 'fast' is not a rate."),
+        (["--link", "fast"], "--link fast: write a rate"),
         (["--model", "bert"], "--model bert: write module:function."),
         (["--plan", "dpp()"], "dpp"),
         (["--out", "."], "--out .: that is a folder."),

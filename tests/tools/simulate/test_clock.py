@@ -7,7 +7,8 @@ import pytest
 import laconic
 from laconic.comm.in_process import Collective
 from laconic.cost import meta
-from laconic.tools.compare.settings import LabError, Settings
+from laconic.tools.compare.settings import Settings
+from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import link
 from laconic.tools.planner.network import ComputedNetwork
 from laconic.tools.planner.predict import Prediction, Scenario
@@ -102,7 +103,7 @@ def test_stragglers_cost_less_where_workers_synchronise_less_often():
 
 
 def test_groups_must_divide_the_workers():
-    with pytest.raises(LabError, match="groups of 4, and 6 workers"):
+    with pytest.raises(UsageError, match="groups of 4, and 6 workers"):
         TimeOnly(laconic.plan("post_local_sgd(period=2, group=4)"), from_count(1000), 6, Conditions(1.0))
 
 
