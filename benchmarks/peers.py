@@ -31,7 +31,7 @@ from contestants.tables import Run
 from contestants.worker import POINTS, Goal, Point
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from laconic.plans.parse import PlanError
+from laconic.errors import PlanError
 from laconic.tools.compare.settings import path_option
 from laconic.tools.launch.failures import CONSEQUENCES, last_error, read_log
 from laconic.tools.launch.folders import run_folder

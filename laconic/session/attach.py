@@ -32,7 +32,7 @@ from laconic.session.health import Sketcher
 from laconic.session.held import HeldParameters
 from laconic.session.model_state import ModelState
 from laconic.session.module import ModulePath
-from laconic.session.observers import make, observers_from_env
+from laconic.session.observers import StepObserver, observers_from_env
 from laconic.session.session import Session
 from laconic.session.steps import Steps
 from laconic.session.stop import StepHeaders, Stop
@@ -137,7 +137,6 @@ def attach(
         held = HeldParameters(model_state, optimizers)
         facts = handshake_facts(plan, model_state, model, held, options)
         agree(known.world, "what is attached", facts)
-        plan.check_fragments(len(model_state.originals))
         tell_learning_rates(known.world, optimizers)
         known.prepare(plan.levels)
         headers = StepHeaders(plan, model_state, Stop())
@@ -156,7 +155,8 @@ def attach(
         if guarding.mode != "off":
             averager.probe = Sketcher()
             observers.insert(0, GuardObserver(guarding, averager.probe, path))
-        if plan.observer and (own := make(plan.observer)) is not None:
+        own = plan.observer()
+        if isinstance(own, StepObserver):
             observers.append(own)
         session.install()
         remember(session)

@@ -230,7 +230,6 @@ class Steps:
             raise TypeError(f"change({plan!r}): a Plan is needed, such as laconic.power_sgd(rank=4).")
         self.path.check_plan(plan)
         agree(self.levels.world, "the plan to go on with", {"step": self.step, "plan": repr(plan)})
-        plan.check_fragments(len(self._model_state.originals))
         self.levels.prepare(plan.levels)
         clock = SyncClock(since=max(self.step, plan.schedule.start - 1))
         gradients = any(s.payload is Payload.GRADIENT for s in plan.syncs_at(self.step + 1, clock))

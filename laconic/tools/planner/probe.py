@@ -100,7 +100,7 @@ def run_probe(options: ProbeOptions, show: Show = lambda done, text: None) -> Pr
 def _measure(meter: Meter, options: ProbeOptions, show: Show) -> Probe:
     probed = load_model(options.model, options.lab, meter.worker, meter.device)
     shapes = probed.shapes
-    plans = _plans(options, len(shapes.shapes))
+    plans = _plans(options)
     levels = {**meter.sizes, **({WORLD: meter.workers} if meter.workers > 1 else {})}
     stages = _Stages(3 + len(levels) * len(OPS) + len(plans), show)
     with stages.stage("memory"):
@@ -140,14 +140,8 @@ def _measure(meter: Meter, options: ProbeOptions, show: Show) -> Probe:
     )
 
 
-def _plans(options: ProbeOptions, tensors: int) -> list[Plan]:
-    """The plans to measure, each once: those of the front that fit the model, and those that were asked for."""
+def _plans(options: ProbeOptions) -> list[Plan]:
+    """The plans to measure, each once: those of the front, and those that were asked for."""
     front = [parse_plan(text) for text in PLANS if options.front]
     asked = [parse_plan(text) for text in options.plans]
-    for plan in asked:
-        try:
-            plan.check_fragments(tensors)
-        except ValueError as error:
-            raise LabError(f"--plan {error}") from None
-    chosen = [*(plan for plan in front if plan.schedule.fragments <= tensors), *asked]
-    return [plan for plan in dict.fromkeys(chosen) if not isinstance(plan.schedule, Never)]
+    return [plan for plan in dict.fromkeys([*front, *asked]) if not isinstance(plan.schedule, Never)]
