@@ -1,4 +1,4 @@
-"""The observer of `auto()`: measures the network and the steps of a training, and chooses a plan of the front.
+"""`auto()`: the plan that measures the network and the steps of a training, and goes on with a plan of the front.
 
 At `attach`, collectives and codecs are measured for a few seconds. Ten steps later the time of a step is known, too:
 the plan that reaches the same loss first is predicted as `laconic plan` does, and all workers go on with it.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from laconic.cost import meta
-from laconic.plans.methods import ddp
+from laconic.plans.methods import ddp, power_sgd
 from laconic.plans.plan import Plan
+from laconic.plans.text import register
 from laconic.session.observers import StepObserver
 from laconic.session.session import Session
 from laconic.tools.planner.forecast import WORTH, Forecast
@@ -36,9 +38,31 @@ WARM_UP_STEPS = 2
 MEASURED_STEPS = 8
 
 
-def observer() -> AutoObserver:
-    """Make the observer of one session."""
-    return AutoObserver()
+@dataclass(frozen=True, repr=False)
+class AutoPlan(Plan):
+    """Begins as `power_sgd()`, which sends little and keeps the workers equal, until its observer can choose."""
+
+    def observer(self) -> AutoObserver:
+        """Return the observer that chooses."""
+        return AutoObserver()
+
+    def __repr__(self) -> str:
+        return "auto()"
+
+
+def auto() -> Plan:
+    """Measure the network for a few seconds, and go on with the plan of the measured front that fits it.
+
+    Which one is chosen, and why, is logged; `session.change(plan)` overrules it. docs/plan.md has the rule.
+
+    >>> auto()
+    auto()
+    """
+    start = power_sgd()
+    return AutoPlan(start.schedule, start.codec)
+
+
+register(auto)
 
 
 class AutoObserver(StepObserver):
@@ -65,8 +89,7 @@ class AutoObserver(StepObserver):
         meter = Meter(device, device if dist.get_backend() != "gloo" else torch.device("cpu"))
         try:
             shapes = {name: tuple(p.shape) for name, p in session.parameters.items()}
-            plans = [each for each in PLANS if each.schedule.fragments <= len(shapes)]
-            self._codec_s = {each: time_codec(meter, each, shapes, REPEAT_S).seconds for each in plans}
+            self._codec_s = {each: time_codec(meter, each, shapes, REPEAT_S).seconds for each in PLANS}
             timed = [time_collective(meter, op, WORLD, LONGEST_S) for op in OPS]
             self._timings = tuple(timing for of_one in timed for timing in of_one)
         finally:

@@ -105,7 +105,7 @@ def run_probe(options: ProbeOptions, show: Show = lambda done, text: None) -> Pr
 def _measure(meter: Meter, options: ProbeOptions, show: Show) -> Probe:
     name, model, loss = load_model(options.model, meter.worker, meter.device)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    plans = _plans(options, len(shapes))
+    plans = _plans(options)
     stages, numbers = 1 + len(plans) + len(meter.levels) * len(OPS), count()
 
     def stage(text: str) -> None:  # all stages count alike
@@ -138,15 +138,9 @@ def _measure(meter: Meter, options: ProbeOptions, show: Show) -> Probe:
     )
 
 
-def _plans(options: ProbeOptions, tensors: int) -> list[Plan]:
-    """The plans to measure, each once: those of the front that fit the model, and those that were asked for."""
-    for plan in options.plans:
-        try:
-            plan.check_fragments(tensors)
-        except ValueError as error:
-            raise UsageError(f"--plan {error}") from None
-    front = PLANS if options.front else ()
-    chosen = [*(plan for plan in front if plan.schedule.fragments <= tensors), *options.plans]
+def _plans(options: ProbeOptions) -> list[Plan]:
+    """The plans to measure, each once: those of the front, and those that were asked for."""
+    chosen = [*(PLANS if options.front else ()), *options.plans]
     return [plan for plan in dict.fromkeys(chosen) if not isinstance(plan.schedule, Never)]
 
 

@@ -34,7 +34,7 @@ SCHEDULES = (
     "Every(1)",
     "Every(1, of='weights')",
     "Every(3)",
-    "PostLocal(3, 2)",
+    "Every(2, 3)",
     "Streaming(4, 2)",
     "Streaming(4, 2, delay=1)",
 )
