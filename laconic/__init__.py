@@ -18,6 +18,7 @@ from laconic.errors import (
     NonFiniteError,
     PlanError,
 )
+from laconic.guard import Guard
 from laconic.ledger import Ledger
 from laconic.plans.methods import (
     alone,
@@ -38,8 +39,7 @@ from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming
 from laconic.plans.text import plan, plan_from_env
 from laconic.plans.topology import Groups, World
 from laconic.session.attach import attach
-from laconic.session.guard import Guard
-from laconic.session.health import Health
+from laconic.session.metrics import Health
 from laconic.session.observers import StepObserver
 from laconic.session.session import Session
 from laconic.tools.planner.auto import auto

@@ -13,7 +13,7 @@ from laconic.codecs import ByShape, Codec
 from laconic.codecs.contract import wide_dtype
 from laconic.codecs.packing import in_buckets, in_parts
 from laconic.comm.dry import dry
-from laconic.exchange import State
+from laconic.exchange import Peers, State
 from laconic.ledger import Entry, Ledger
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
@@ -85,7 +85,7 @@ def planned(
             for names in buckets(chosen) if size > 1 else ():
                 ledger = Ledger()
                 own = states.setdefault(sync.payload, {})
-                dry(codec.average({name: chosen[name] for name in names}, own), ledger, size)
+                dry(codec.average({name: chosen[name] for name in names}, own, Peers(0, size)), ledger, size)
                 yield Planned(step, sync, tuple(names), tuple(ledger.entries))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic.codecs.contract import Codec, accept_every_shape, check_codec
 from laconic.codecs.packing import pack, unpack
-from laconic.exchange import Averaged, Exchange, State, Tensors, true
+from laconic.exchange import Averaged, Exchange, Peers, State, Tensors, true
 from laconic.values import as_code
 
 
@@ -30,7 +30,7 @@ class Batched:
     def __post_init__(self) -> None:
         check_codec(f"Batched({self.codec!r})", self.codec)
 
-    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         """Average the square matrix that holds `tensors`."""
         flat = pack(tensors)
         side = side_of(flat.numel())
@@ -39,7 +39,7 @@ class Batched:
         square = flat.new_zeros(side * side)
         square[: flat.numel()] = flat
         name = name_of(tensors)
-        end = yield from self.codec.average({name: square.view(side, side)}, state, reuse=reuse)
+        end = yield from self.codec.average({name: square.view(side, side)}, state, peers, reuse=reuse)
 
         def cut(whole: Tensor) -> dict[str, Tensor]:
             return unpack(whole.reshape(-1)[: flat.numel()], like=tensors)

@@ -11,7 +11,7 @@ from torch import Tensor
 from laconic.codecs.contract import Codec, accept_every_shape, check_codec, check_rest
 from laconic.codecs.exact import Exact
 from laconic.codecs.parts import average_parts
-from laconic.exchange import Exchange, State, Tensors
+from laconic.exchange import Averaged, Exchange, Peers, State, Tensors
 from laconic.values import as_code
 
 
@@ -42,7 +42,7 @@ class ByName:
             check_codec(f"ByName({self.codecs!r}, rest={self.rest!r})", codec)
         check_rest("ByName", self.rest)
 
-    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         """Average each tensor through the codec for its name."""
         chosen: dict[str, dict[str, Tensor]] = {pattern: {} for pattern in self.codecs}
         others: dict[str, Tensor] = {}
@@ -51,4 +51,4 @@ class ByName:
             accepted = pattern is not None and self.codecs[pattern].accepts(t.shape)
             (others if pattern is None or not accepted else chosen[pattern])[name] = t
         parts = [(f"codec {pattern}", self.codecs[pattern], some) for pattern, some in chosen.items()]
-        return (yield from average_parts(tensors, [*parts, ("rest", self.rest, others)], state, reuse=reuse))
+        return (yield from average_parts(tensors, [*parts, ("rest", self.rest, others)], state, peers, reuse=reuse))

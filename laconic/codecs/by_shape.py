@@ -13,7 +13,7 @@ from laconic.codecs.feedback import ErrorFeedback, feedback_state
 from laconic.codecs.low_rank import LowRank
 from laconic.codecs.low_rank_state import Factors
 from laconic.codecs.parts import average_parts
-from laconic.exchange import Exchange, State, Tensors
+from laconic.exchange import Averaged, Exchange, Peers, State, Tensors
 from laconic.kernels.choose import can_fuse_all, fast_by_shape
 from laconic.values import as_code
 
@@ -37,19 +37,19 @@ class ByShape:
         check_codec(f"ByShape({self.codec!r}, rest={self.rest!r})", self.rest)
         check_rest("ByShape", self.rest)
 
-    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         """Average each tensor through the codec for its shape."""
-        fast = self._fast(tensors, state) if reuse else None
+        fast = self._fast(tensors, state, peers) if reuse else None
         if fast is not None:
             return (yield from fast)
         chosen, others = self._split(tensors)
         return (
             yield from average_parts(
-                tensors, [("codec", self.codec, chosen), ("rest", self.rest, others)], state, reuse=reuse
+                tensors, [("codec", self.codec, chosen), ("rest", self.rest, others)], state, peers, reuse=reuse
             )
         )
 
-    def _fast(self, tensors: Tensors, state: State) -> Exchange | None:
+    def _fast(self, tensors: Tensors, state: State, peers: Peers) -> Exchange[Averaged] | None:
         """Return one fused exchange for both codecs, where kernels for that exist."""
         feedback = self.codec
         if not isinstance(feedback, ErrorFeedback) or not feedback.is_plain or self.rest != Exact():
@@ -57,7 +57,7 @@ class ByShape:
         if not isinstance(feedback.codec, LowRank) or feedback.codec.bits or not can_fuse_all(tensors):
             return None
         residual, inner = feedback_state(state.setdefault("codec", {}))
-        return fast_by_shape(feedback.codec, self._split, tensors, residual, Factors(inner))
+        return fast_by_shape(feedback.codec, self._split, tensors, residual, Factors(inner), peers)
 
     def _split(self, tensors: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the tensors that the first codec accepts, and the others; each shape is tested once."""

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from laconic.exchange import Exchange, State, Tensors
+from laconic.exchange import Averaged, Exchange, Peers, State, Tensors
 
 
 @runtime_checkable
@@ -22,11 +22,12 @@ class Codec(Protocol):
         """Return whether this codec can encode a tensor of `shape`, and makes it smaller. The rest is sent exactly."""
         ...
 
-    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
-        """Average `tensors` with all other workers.
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
+        """Average `tensors` with all other workers; `peers` says which worker this is, and among how many.
 
         The tensors share one dtype and device. The codec does not change them, unless `reuse` lets it overwrite their
-        memory. A codec that keeps something asks `Decide` at its end, and changes `state` only if the answer is true.
+        memory: the caller must then not ask for `own()`, which may read that memory. A codec that keeps something asks
+        `Decide` at its end, and changes `state` only if the answer is true.
         """
         ...
 

@@ -13,7 +13,7 @@ from laconic.codecs.contract import Codec, check_codec, keep_if, narrowed, wide_
 from laconic.codecs.low_rank import LowRank
 from laconic.codecs.low_rank_state import Factors
 from laconic.codecs.quantized import Quantized
-from laconic.exchange import Averaged, Decide, Exchange, Rank, State, Tensors
+from laconic.exchange import Averaged, Decide, Exchange, Peers, State, Tensors
 from laconic.kernels.choose import can_fuse_rows, fast_feedback
 from laconic.values import as_code, is_number
 
@@ -63,22 +63,20 @@ class ErrorFeedback:
         """Whether it follows the paper's rule, which the fused paths compute."""
         return self.subtract == "own" and self.decay == 1
 
-    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         """Average `tensors` plus their residuals, and keep the new residuals."""
         residual, inner = feedback_state(state)
         if reuse and self.is_plain and isinstance(self.codec, LowRank):
-            fast = fast_feedback(self.codec, tensors, residual, Factors(inner))
+            fast = fast_feedback(self.codec, tensors, residual, Factors(inner), peers)
             if fast is not None:
                 return (yield from fast)
         quantized = self.codec if isinstance(self.codec, Quantized) and reuse and self.is_plain else None
-        if quantized is not None and can_fuse_rows(quantized, tensors, residual):
-            worker, workers = (yield Rank()).tolist()
-            if workers > 1:
-                from laconic.kernels.cuda.shards import quantized_feedback  # needs Triton
+        if quantized is not None and peers.size > 1 and can_fuse_rows(quantized, tensors, residual):
+            from laconic.kernels.cuda.shards import quantized_feedback  # needs Triton
 
-                return (yield from quantized_feedback(quantized, tensors, residual, inner, worker, workers))
+            return (yield from quantized_feedback(quantized, tensors, residual, inner, peers))
         inputs = {name: _with_residual(t, residual.get(name), self.decay) for name, t in tensors.items()}
-        end = yield from self.codec.average(inputs, inner)
+        end = yield from self.codec.average(inputs, inner, peers)
         ok = end.finite() if end.decided else (yield Decide(end.finite()))
         mean = {name: narrowed(end.mean[name], t.dtype) for name, t in tensors.items()}
         lost = {name: x - mean[name].to(x.dtype) for name, x in end.mean.items() if x.dtype != mean[name].dtype}

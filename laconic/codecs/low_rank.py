@@ -8,7 +8,7 @@ turns and Q on odd turns: half the bytes and one round, as in the authors' curre
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -20,8 +20,8 @@ from laconic.codecs.low_rank_state import Factors
 from laconic.codecs.orthonormal import orthonormal_all
 from laconic.codecs.packing import aligned, pack, unpack
 from laconic.codecs.quantized import Quantized, check_bits
-from laconic.codecs.shards import Reduced, Reducing, reduce_in_shards
-from laconic.exchange import Averaged, Decide, Exchange, Mean, Rank, Request, State, Tensors, all_finite, true
+from laconic.codecs.shards import Reduced, reduce_in_shards
+from laconic.exchange import Averaged, Decide, Exchange, Mean, Peers, State, Tensors, all_finite, true
 from laconic.values import as_code, is_number, is_whole
 
 
@@ -69,28 +69,28 @@ class LowRank:
         rank = min(self.rank, rows, columns)
         return rank * (rows + columns) * self.min_compression < rows * columns
 
-    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         """Average low-rank approximations of the matrices."""
         matrices = {name: _matrix(self, name, t) for name, t in tensors.items()}  # [rows, columns] each
         if not matrices:
             return Averaged({}, dict, true)
         factors = Factors(state)
         if self.rounds == "two":
-            mean, own, ok = yield from self._two_rounds(matrices, factors)
+            mean, own, ok = yield from self._two_rounds(matrices, factors, peers)
         else:
-            mean, own, ok = yield from self._one_round(matrices, factors)
+            mean, own, ok = yield from self._one_round(matrices, factors, peers)
         # On an accelerator, reading `ok` would wait for the device, so the turn always advances there.
         if ok.device.type != "cpu" or bool(ok):
             factors.advance(matrices)
         return Averaged(_products(mean, tensors), lambda: _products(own(), tensors), lambda: ok, decided=True)
 
-    def _two_rounds(self, matrices: dict[str, Tensor], factors: Factors) -> _Rounds:
+    def _two_rounds(self, matrices: dict[str, Tensor], factors: Factors, peers: Peers) -> _Rounds:
         before = {name: self.first_q(name, m.shape, factors, m) for name, m in matrices.items()}
         q = orthonormal_all(before)
         own_p = {name: aligned(m) @ q[name] for name, m in matrices.items()}  # [rows, rank]
-        p = orthonormal_all((yield from self.reduce(own_p, factors)).mean)
+        p = orthonormal_all((yield from self.reduce(own_p, factors, peers)).mean)
         own_q = {name: m.T @ p[name] for name, m in matrices.items()}  # [columns, rank]
-        reduced = yield from self.reduce(own_q, factors)
+        reduced = yield from self.reduce(own_q, factors, peers)
         q = reduced.mean
         ok = yield Decide(all_finite(q))
         if self.warm_start:
@@ -99,7 +99,7 @@ class LowRank:
             factors.p.update(_usable(p, zeros | factors.p, ok))
         return _pairs(p, q), lambda: _pairs(p, reduced.own()), ok
 
-    def _one_round(self, matrices: dict[str, Tensor], factors: Factors) -> _Rounds:
+    def _one_round(self, matrices: dict[str, Tensor], factors: Factors, peers: Peers) -> _Rounds:
         """Send P = M Q on even turns and Q = Mᵀ P on odd turns; all workers hold the other factor already."""
         even = {name: m for name, m in matrices.items() if not factors.sends_q(name)}
         odd = {name: m for name, m in matrices.items() if name not in even}
@@ -107,7 +107,7 @@ class LowRank:
         p = orthonormal_all({name: factors.p[name] for name in odd})
         own_p = {name: aligned(m) @ q[name] for name, m in even.items()}  # [rows, rank]
         own_q = {name: m.T @ p[name] for name, m in odd.items()}  # [columns, rank]
-        reduced = yield from self.reduce(own_p | own_q, factors)
+        reduced = yield from self.reduce(own_p | own_q, factors, peers)
         mean = reduced.mean
         ok = yield Decide(all_finite(mean))
         mean_p = {name: mean[name] for name in even}
@@ -124,14 +124,14 @@ class LowRank:
 
         return _pairs(mean_p | p, q | mean_q), own, ok
 
-    def reduce(self, own: dict[str, Tensor], factors: Factors) -> Reducing:
+    def reduce(self, own: dict[str, Tensor], factors: Factors, peers: Peers) -> Exchange[Reduced]:
         """Average thin factors [rows or columns, rank] over all workers, in few bits if `bits` says so."""
         if self.bits is None:
             mean = unpack((yield Mean(pack(own))), like=own)
             return Reduced(mean, lambda: own)
         # Transposed, so that the numbers of a block belong to one column: columns differ in size.
         turned = {name: x.T.contiguous() for name, x in own.items()}
-        reduced = yield from reduce_in_shards(turned, Quantized(self.bits), factors.state)
+        reduced = yield from reduce_in_shards(turned, Quantized(self.bits), factors.state, peers)
         back = {name: x.T.contiguous() for name, x in reduced.mean.items()}
         return Reduced(back, lambda: {name: x.T for name, x in reduced.own().items()})
 
@@ -164,7 +164,7 @@ def _check_types(rank: object, min_compression: object, warm_start: object, seed
 
 
 _Pairs: TypeAlias = dict[str, tuple[Tensor, Tensor]]
-_Rounds: TypeAlias = Generator[Request | Decide | Rank, Tensor, tuple[_Pairs, Callable[[], _Pairs], Tensor]]
+_Rounds: TypeAlias = Exchange[tuple[_Pairs, Callable[[], _Pairs], Tensor]]
 
 
 def _matrix(codec: LowRank, name: str, t: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
@@ -14,24 +14,28 @@ from laconic.exchange import (
     AllToAll,
     Averaged,
     Decide,
+    Done,
     Exchange,
     Gather,
     Mean,
-    Rank,
+    Peers,
     Request,
     State,
     Tensors,
+    advance,
     all_true,
     true,
 )
 
 
 def average_parts(
-    tensors: Tensors, parts: Sequence[tuple[str, Codec, Tensors]], state: State, *, reuse: bool
-) -> Exchange:
+    tensors: Tensors, parts: Sequence[tuple[str, Codec, Tensors]], state: State, peers: Peers, *, reuse: bool
+) -> Exchange[Averaged]:
     """Average parts of `tensors`, each through a codec of its own, whose state has the key that is given with it."""
-    exchanges = [codec.average(some, state.setdefault(key, {}), reuse=reuse) for key, codec, some in parts if some]
-    ends = yield from _in_shared_rounds(exchanges)
+    ends = yield from _in_shared_rounds(
+        [codec.average(some, state.setdefault(key, {}), peers, reuse=reuse) for key, codec, some in parts if some],
+        peers,
+    )
 
     def own() -> dict[str, Tensor]:
         return {name: t for end in ends for name, t in end.own().items()}
@@ -44,7 +48,7 @@ def average_parts(
     return Averaged({name: mean[name] for name in tensors}, own, finite, any(end.decided for end in ends))
 
 
-def _in_shared_rounds(exchanges: list[Exchange]) -> Generator[Request | Decide | Rank, Tensor, list[Averaged]]:
+def _in_shared_rounds(exchanges: list[Exchange[Averaged]], peers: Peers) -> Exchange[list[Averaged]]:
     """Advance all `exchanges` together; in each round, send what can be joined as one message.
 
     Those that ask `Decide` wait for the others, and ask it as one.
@@ -55,24 +59,20 @@ def _in_shared_rounds(exchanges: list[Exchange]) -> Generator[Request | Decide |
     while answers:
         requests: dict[int, Request] = {}
         for index, answer in answers.items():
-            try:
-                request = exchanges[index].send(answer)  # type: ignore[arg-type]  # the first starts it, with None
-                while isinstance(request, Rank):
-                    request = exchanges[index].send((yield request))
-            except StopIteration as stop:
-                ends[index] = stop.value
-                continue
-            if isinstance(request, Decide):
-                held[index] = request.ok
+            asked = advance(exchanges[index], answer)
+            if isinstance(asked, Done):
+                ends[index] = asked.result
+            elif isinstance(asked, Decide):
+                held[index] = asked.ok
             else:
-                requests[index] = request
+                requests[index] = asked
         answers = {}
         if held and not requests:
             ok = yield Decide(all_true([*held.values(), *(end.finite() for end in ends.values())]))
             answers, held = dict.fromkeys(held, ok), {}
         for members in _joinable(requests):
             together = [requests[index] for index in members]
-            received = [(yield together[0])] if len(together) == 1 else (yield from _joined(together))
+            received = [(yield together[0])] if len(together) == 1 else (yield from _joined(together, peers))
             answers.update(zip(members, received, strict=True))
     return [ends[index] for index in range(len(exchanges))]
 
@@ -87,10 +87,10 @@ def _joinable(requests: dict[int, Request]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _joined(requests: Sequence[Request]) -> Generator[Request | Decide | Rank, Tensor, list[Tensor]]:
+def _joined(requests: Sequence[Request], peers: Peers) -> Exchange[list[Tensor]]:
     """Send requests of one kind, dtype and device as one, and split its result."""
     if isinstance(requests[0], AllToAll):
-        return (yield from _joined_rows([request for request in requests if isinstance(request, AllToAll)]))
+        return (yield from _joined_rows([request for request in requests if isinstance(request, AllToAll)], peers))
     sizes = [request.x.numel() for request in requests]
     flat = torch.cat([request.x.reshape(-1) for request in requests])
     shapes = [request.x.shape for request in requests]
@@ -101,9 +101,8 @@ def _joined(requests: Sequence[Request]) -> Generator[Request | Decide | Rank, T
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def _joined_rows(requests: Sequence[AllToAll]) -> Generator[Request | Decide | Rank, Tensor, list[Tensor]]:
+def _joined_rows(requests: Sequence[AllToAll], peers: Peers) -> Exchange[list[Tensor]]:
     """Send rows of different lengths as one: for each worker, those of the first request, then of the second, ..."""
-    worker, workers = (yield Rank()).tolist()
     widths = [math.prod(request.x.shape[1:]) for request in requests]
     taken = [0] * len(requests)
     parts: list[Tensor] = []
@@ -117,6 +116,6 @@ def _joined_rows(requests: Sequence[AllToAll]) -> Generator[Request | Decide | R
         sizes += [sum(lengths)] * count
         taken = ends
     received = yield AllToAll(torch.cat(parts), tuple(sizes))  # [workers, mine]
-    shapes = [(request.rows[worker], *request.x.shape[1:]) for request in requests]
+    shapes = [(request.rows[peers.rank], *request.x.shape[1:]) for request in requests]
     pieces = received.split([math.prod(shape) for shape in shapes], dim=1)
-    return [piece.reshape(workers, *shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    return [piece.reshape(peers.size, *shape) for piece, shape in zip(pieces, shapes, strict=True)]

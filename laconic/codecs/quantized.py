@@ -11,7 +11,7 @@ from torch import Tensor
 from laconic.codecs import few_bits
 from laconic.codecs.contract import accept_every_shape, narrowed, wide_dtype
 from laconic.codecs.shards import Rows, reduce_in_shards
-from laconic.exchange import Averaged, Decide, Exchange, State, Tensors, all_finite
+from laconic.exchange import Averaged, Decide, Exchange, Peers, State, Tensors, all_finite
 from laconic.kernels.choose import can_decode, can_encode
 from laconic.values import as_code, is_whole
 
@@ -68,11 +68,11 @@ class Quantized:
             return kernels.decode(messages, self.bits, self.block)
         return few_bits.decode(messages, self.bits, self.block, dtype)
 
-    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         """Average `tensors` in few bits."""
         turns: dict[str, int] = state.get("turn", {})
         turn = max((turns.get(name, 0) for name in tensors), default=0) if self.rounding == "stochastic" else None
-        end = yield from averaged_in_rows(self, tensors, state, turn)
+        end = yield from averaged_in_rows(self, tensors, state, peers, turn)
         if turn is None:
             return end
         ok = yield Decide(end.finite())
@@ -94,9 +94,9 @@ class Sign:
         if not is_whole(self.block) or self.block % 8:
             raise ValueError(f"Sign(block={self.block!r}): a block is a multiple of 8 numbers, such as 4096.")
 
-    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         """Average the signs of `tensors`, scaled, and send the sign of that."""
-        return Quantized(1, self.block).average(tensors, state, reuse=reuse)
+        return Quantized(1, self.block).average(tensors, state, peers, reuse=reuse)
 
 
 def check_bits(what: str, bits: object, allowed: tuple[int | None, ...]) -> None:
@@ -106,10 +106,12 @@ def check_bits(what: str, bits: object, allowed: tuple[int | None, ...]) -> None
         raise ValueError(f"{what}(bits={bits!r}): bits must be one of {shown}. To send all bits, use Exact().")
 
 
-def averaged_in_rows(codec: Rows, tensors: Tensors, state: State, turn: int | None = None) -> Exchange:
+def averaged_in_rows(
+    codec: Rows, tensors: Tensors, state: State, peers: Peers, turn: int | None = None
+) -> Exchange[Averaged]:
     """Average tensors of any dtype through `reduce_in_shards`."""
     wide = {name: t.to(wide_dtype(t.dtype)) for name, t in tensors.items() if t.numel()}
-    reduced = yield from reduce_in_shards(wide, codec, state, turn)
+    reduced = yield from reduce_in_shards(wide, codec, state, peers, turn)
 
     def shaped(found: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: narrowed(found[name], t.dtype) if t.numel() else t.clone() for name, t in tensors.items()}

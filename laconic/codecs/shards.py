@@ -11,15 +11,15 @@ Who owns what depends on names and shapes alone, never on the bucket: a resumed 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from laconic.exchange import AllToAll, Decide, Gather, Rank, Request, State, Tensors
+from laconic.exchange import AllToAll, Exchange, Gather, Peers, State, Tensors
 
 
 class Rows(Protocol):
@@ -47,12 +47,11 @@ class Reduced:
     own: Callable[[], dict[str, Tensor]]
 
 
-Reducing: TypeAlias = Generator[Request | Decide | Rank, Tensor, Reduced]
-
-
-def reduce_in_shards(tensors: Tensors, codec: Rows, state: State, turn: int | None = None) -> Reducing:
+def reduce_in_shards(
+    tensors: Tensors, codec: Rows, state: State, peers: Peers, turn: int | None = None
+) -> Exchange[Reduced]:
     """Average tensors of one wide dtype, none of them empty. `turn` gives stochastic codecs new keys at each call."""
-    worker, workers = (yield Rank()).tolist()
+    worker, workers = peers.rank, peers.size
     if workers == 1 or not tensors:  # nothing is sent, nothing is lost
         return Reduced(dict(tensors), lambda: dict(tensors))
     shards = known_shards(tensors, codec.row, workers, state)

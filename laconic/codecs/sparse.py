@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic.codecs import few_bits
 from laconic.codecs.quantized import averaged_in_rows, check_bits
-from laconic.exchange import Exchange, State, Tensors
+from laconic.exchange import Averaged, Exchange, Peers, State, Tensors
 from laconic.kernels.choose import can_decode, can_encode
 from laconic.values import as_code, is_number, is_whole
 
@@ -62,7 +62,7 @@ class TopK:
         """How many numbers of a chunk are sent."""
         return math.ceil(self.fraction * self.chunk - 1e-9)
 
-    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         """Average the largest numbers of `tensors`, and send the largest of these means."""
         for name, t in tensors.items():
             if t.numel() and not self.accepts(t.shape):
@@ -70,7 +70,7 @@ class TopK:
                     f"{self} was given {name!r} of {t.numel()} numbers: it accepts at least {self.chunk}. "
                     f"Wrap it in ByShape({self}), which sends everything else exactly."
                 )
-        return (yield from averaged_in_rows(self, tensors, state))
+        return (yield from averaged_in_rows(self, tensors, state, peers))
 
     def encode(self, rows: Tensor, counts: Tensor | None, keys: Tensor | None) -> Tensor:
         """Encode chunks: values, then places, in ascending order of places."""

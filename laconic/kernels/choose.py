@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from laconic.exchange import Exchange, Tensors
+from laconic.exchange import Averaged, Exchange, Peers, Tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,9 @@ _MAX_COPIED = 1 << 22
 """Up to so many numbers, a copy into one message costs less than a message of its own."""
 
 
-def fast_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor], factors: Factors) -> Exchange | None:
+def fast_feedback(
+    codec: LowRank, tensors: Tensors, residual: dict[str, Tensor], factors: Factors, peers: Peers
+) -> Exchange[Averaged] | None:
     """Return `ErrorFeedback(codec)` over `tensors` as one fused exchange, or None where only the plain code serves."""
     some = next(iter(tensors.values()), None)
     if some is None or not _can_fuse(codec, tensors, factors):
@@ -34,11 +36,11 @@ def fast_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor],
     if _has_kernels(codec, tensors):
         from laconic.kernels.cuda.fused import fused_feedback
 
-        return fused_feedback(codec, tensors, residual, factors)
+        return fused_feedback(codec, tensors, residual, factors, peers)
     if some.dtype in (torch.float32, torch.float64) and some.device.type != "meta":
         from laconic.kernels.cpu import dense_feedback
 
-        return dense_feedback(codec, tensors, residual, factors)
+        return dense_feedback(codec, tensors, residual, factors, peers)
     return None
 
 
@@ -54,12 +56,13 @@ def fast_by_shape(
     tensors: Tensors,
     residual: dict[str, Tensor],
     factors: Factors,
-) -> Exchange | None:
+    peers: Peers,
+) -> Exchange[Averaged] | None:
     """Return `ByShape(ErrorFeedback(codec))` as one fused exchange on CUDA, or None."""
     cached = factors.cache("bound")
     known = cached.get(id(tensors))
     if known is not None and known.is_current(codec, tensors):
-        exchange: Exchange = known.exchange()
+        exchange: Exchange[Averaged] = known.exchange(peers)
         return exchange
     matrices, rest = split(tensors)
     if not matrices or not _can_fuse(codec, matrices, factors) or not _has_kernels(codec, matrices):
@@ -73,7 +76,7 @@ def fast_by_shape(
     for key in [key for key, other in cached.items() if other.bucket is bound.bucket or other.bucket not in buckets]:
         del cached[key]
     cached[id(tensors)] = bound
-    return bound.exchange()
+    return bound.exchange(peers)
 
 
 def can_collect(tensors: Tensors) -> bool:
@@ -109,11 +112,6 @@ def can_fuse_rows(codec: Quantized, tensors: Tensors, residual: Tensors) -> bool
 
 def _has_row_kernels(t: Tensor, block: int, least: int = 16, most: int = 8192) -> bool:
     return t.device.type == "cuda" and not block & (block - 1) and least <= block <= most and _has_triton()
-
-
-def own_is_in_residual() -> dict[str, Tensor]:
-    """Raise the error of a fused exchange that is asked for `own()`."""
-    raise RuntimeError("A fused exchange does not keep its own part: it went into the residual. Pass reuse=False.")
 
 
 def _can_fuse(codec: LowRank, tensors: Tensors, factors: Factors) -> bool:

@@ -20,8 +20,9 @@ from laconic.codecs.low_rank_state import Factors
 from laconic.codecs.quantized import Quantized
 from laconic.codecs.sparse import TopK
 from laconic.comm.lockstep import lockstep
-from laconic.exchange import Exchange, Rank, State
+from laconic.exchange import Peers, State
 from tests.kernels.gradients import GPU
+from tests.laws.world import averaged
 
 NAN, INFINITE, PADDED = 4, 5, 7
 """Rows of `rows`."""
@@ -89,14 +90,6 @@ def check_largest(device: str, codec: TopK) -> None:
     assert equals.tolist() == list(range(codec.kept))  # the lowest places
 
 
-def averaging(codec: Quantized, tensors: dict[str, Tensor], residual: dict[str, Tensor], state: State) -> Exchange:
-    """Return the fused exchange, also for tensors on the CPU."""
-    from laconic.kernels.cuda.shards import quantized_feedback  # needs Triton
-
-    worker, workers = (yield Rank()).tolist()
-    return (yield from quantized_feedback(codec, tensors, residual, state, worker, workers))
-
-
 def gradients(dtype: torch.dtype, seed: int, device: str) -> dict[str, Tensor]:
     """Return tensors with full rows, odd sizes, zeros and one element; "v" starts at an odd address."""
     shapes = {"m": (70, 93), "one": (1,), "zeros": (200,), "full": (128 * 33,), "v": (1000,)}
@@ -113,6 +106,8 @@ def gradients(dtype: torch.dtype, seed: int, device: str) -> dict[str, Tensor]:
 
 def check_feedback(device: str, bits: int, dtype: torch.dtype, workers: int = 3) -> None:
     """Means and residuals are those of the plain code; a step with NaN changes no residual."""
+    from laconic.kernels.cuda.shards import quantized_feedback  # needs Triton
+
     codec = Quantized(bits)
     residuals: list[dict[str, Tensor]] = [{} for _ in range(workers)]
     fast: list[State] = [{} for _ in range(workers)]
@@ -121,8 +116,9 @@ def check_feedback(device: str, bits: int, dtype: torch.dtype, workers: int = 3)
         given = [gradients(dtype, 10 * step + worker, device) for worker in range(workers)]
         given[1]["full"][7] = torch.nan if step == 2 else 0.5
         before, kept = copy.deepcopy(given), copy.deepcopy(residuals)
-        expected = lockstep([ErrorFeedback(codec).average(t, s) for t, s in zip(before, plain, strict=True)])
-        ends = lockstep([averaging(codec, *each) for each in zip(given, residuals, fast, strict=True)])
+        expected = averaged(ErrorFeedback(codec), before, plain)
+        each_worker = enumerate(zip(given, residuals, fast, strict=True))
+        ends = lockstep([quantized_feedback(codec, *each, Peers(rank, workers)) for rank, each in each_worker])
         for worker, end in enumerate(ends):
             assert bool(end.finite()) == (step < 2)
             for name, mean in end.mean.items():
@@ -159,9 +155,10 @@ def check_factors(device: str, bits: int, rounds: Any, workers: int = 2) -> None
             for _ in range(workers)
         ]
         before = copy.deepcopy(given)
-        expected = lockstep([ErrorFeedback(codec).average(t, s) for t, s in zip(before, plain, strict=True)])
+        expected = averaged(ErrorFeedback(codec), before, plain)
         pairs = zip(given, residuals, factors, strict=True)
-        ends = lockstep([bind(codec, t, {}, t, residual, known).exchange() for t, residual, known in pairs])
+        bound = [bind(codec, t, {}, t, residual, known) for t, residual, known in pairs]
+        ends = lockstep([each.exchange(Peers(rank, workers)) for rank, each in enumerate(bound)])
         for worker, end in enumerate(ends):
             for name, mean in end.mean.items():
                 limit = 1e-5 * before[worker][name].norm()
@@ -217,7 +214,7 @@ def test_the_codecs_choose_the_kernels():
     states: list[State] = [{}, {}]
     codec = ErrorFeedback(Quantized(4))
     given = [gradients(torch.float32, worker, "cuda") for worker in range(2)]
-    lockstep([codec.average(t, s, reuse=True) for t, s in zip(given, states, strict=True)])
+    averaged(codec, given, states, reuse=True)
     assert "_tiles" in states[0]["inner"]
 
 
@@ -231,6 +228,6 @@ def test_places_are_sent_in_ascending_order():
 def test_padding_does_not_change_the_step_of_a_mean():
     def mean(numel: int) -> Tensor:
         given = [{"w": torch.full((numel,), 3.0)} for _ in range(2)]
-        return lockstep([Quantized(2).average(t, {}) for t in given])[0].mean["w"]
+        return averaged(Quantized(2), given)[0].mean["w"]
 
     assert torch.equal(mean(5), mean(128)[:5])  # 123 numbers of padding are no part of the mean magnitude

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from laconic.codecs.packing import in_parts
-from laconic.exchange import Averaged, Exchange, Mean, State, Tensors
+from laconic.exchange import Averaged, Exchange, Mean, Peers, State, Tensors
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import run_workers
 
@@ -354,7 +354,7 @@ class Fails:
     def accepts(self, shape: torch.Size) -> bool:
         return True
 
-    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         name, t = next(iter(tensors.items()))
         state[name] = state.get(name, 0) + 1
         mean = {}

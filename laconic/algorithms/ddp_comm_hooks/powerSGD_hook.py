@@ -24,9 +24,9 @@ from laconic.checks.agreement import agree, parameter_facts
 from laconic.codecs import Batched, ByShape, Codec, ErrorFeedback, Exact, LowRank
 from laconic.codecs.batched import name_of, side_of
 from laconic.codecs.contract import wide_dtype
-from laconic.exchange import Exchange, State
+from laconic.exchange import Averaged, Exchange, State
 from laconic.ledger import Ledger
-from laconic.session.bucket_queue import as_laid_out
+from laconic.session.ddp import as_laid_out
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -208,8 +208,10 @@ def _average(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[
         _count(state, bucket, tensors, batched)
         tensors = {n: as_laid_out(g, p) for (n, g), p in zip(tensors.items(), bucket.parameters(), strict=True)}
 
-    def begin(some: Mapping[str, Tensor]) -> Exchange:
-        return Exact().average(some, {}, reuse=True) if plain else _compressed(state, some, batched)
+    def begin(some: Mapping[str, Tensor]) -> Exchange[Averaged]:
+        if plain:
+            return Exact().average(some, {}, engine.queue.peers, reuse=True)
+        return _compressed(state, some, batched)
 
     future = engine.average(tensors, bucket, begin)  # 3. `begin` runs in the order of the saved bucket layout
     engine.first_backward = engine.first_backward and not bucket.is_last()
@@ -229,7 +231,7 @@ def _agree(
     agree(engine.queue, "PowerSGD", facts | parameter_facts(tensors.items()))
 
 
-def _compressed(state: PowerSGDState, tensors: Mapping[str, Tensor], batched: bool) -> Exchange:
+def _compressed(state: PowerSGDState, tensors: Mapping[str, Tensor], batched: bool) -> Exchange[Averaged]:
     """Return the exchange of one bucket, with the dictionaries of `state` as the codec's state."""
     low_rank = _low_rank(state, batched)
     codec: Codec
@@ -246,7 +248,7 @@ def _compressed(state: PowerSGDState, tensors: Mapping[str, Tensor], batched: bo
     key = (codec, id(state.error_dict), id(factors["p"]), id(factors["q"]))
     if engine.state_tree_key != key:  # one object for all steps: fused kernels cache tables in it
         engine.state_tree, engine.state_tree_key = _state_tree(codec, state.error_dict, factors), key
-    return codec.average(tensors, engine.state_tree, reuse=True)
+    return codec.average(tensors, engine.state_tree, engine.queue.peers, reuse=True)
 
 
 def _low_rank(state: PowerSGDState, batched: bool) -> LowRank:

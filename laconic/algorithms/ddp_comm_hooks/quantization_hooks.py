@@ -11,7 +11,7 @@ from torch.futures import Future
 from laconic.algorithms.ddp_comm_hooks.engine import average_once
 from laconic.codecs.contract import accept_every_shape
 from laconic.codecs.packing import pack, unpack
-from laconic.exchange import Averaged, Exchange, Gather, State, Tensors, all_finite, true
+from laconic.exchange import Averaged, Exchange, Gather, Peers, State, Tensors, all_finite, true
 from laconic.values import as_code
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
@@ -47,7 +47,7 @@ class EightBits:
         if self.block is not None and self.block < 1:
             raise ValueError(f"EightBits(block={self.block}): a block has at least 1 number. For one block, use None.")
 
-    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         """Gather every worker's message and average the decoded numbers."""
         flat = pack(tensors)
         if not flat.numel():

@@ -5,7 +5,7 @@ Tensors are read and written where they are: no kernel copies them into rows.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from laconic.codecs.quantized import Quantized
 from laconic.codecs.shards import Shards, known_shards
-from laconic.exchange import AllToAll, Averaged, Decide, Exchange, Gather, Request, State, Tensors
-from laconic.kernels.choose import own_is_in_residual
+from laconic.exchange import AllToAll, Averaged, Decide, Exchange, Gather, Peers, State, Tensors
 from laconic.kernels.cuda import triton_rows as kernels
 from laconic.kernels.cuda.collect import KINDS
 from laconic.kernels.cuda.rows import rows_a_program, words_of
@@ -101,7 +100,7 @@ class ShardTiles:
     def _place(self) -> dict[str, int]:
         return {"workers": self.workers, "start": self.start, "mine": self.mine}
 
-    def reduce(self) -> Generator[Request, Tensor, Messages]:
+    def reduce(self) -> Exchange[Messages]:
         """Encode and exchange, and average the rows that this worker owns. G and E are not changed."""
         width = 2 + self.codec.block * self.codec.bits // 8
         sent = torch.empty(sum(self.shards.sizes), width, dtype=torch.uint8, device=self.device)
@@ -135,10 +134,10 @@ class ShardTiles:
 
 
 def quantized_feedback(
-    codec: Quantized, tensors: Tensors, residual: dict[str, Tensor], state: State, worker: int, workers: int
-) -> Exchange:
+    codec: Quantized, tensors: Tensors, residual: dict[str, Tensor], state: State, peers: Peers
+) -> Exchange[Averaged]:
     """Average `tensors` in place through `codec` with error feedback, and update the residuals in place."""
-    tiles = _known_tiles(codec, tensors, state, worker, workers)
+    tiles = _known_tiles(codec, tensors, state, peers.rank, peers.size)
     for name, t in tensors.items():
         if name not in residual:
             residual[name] = torch.zeros(t.shape, dtype=torch.float32, device=t.device)
@@ -146,7 +145,7 @@ def quantized_feedback(
     messages = yield from tiles.reduce()
     ok = yield Decide(tiles.finite(messages))
     tiles.finish(messages, keep=ok.to(device=tiles.device, dtype=torch.int32))
-    return Averaged(dict(tensors), own_is_in_residual, ok.bool, decided=True)
+    return Averaged(dict(tensors), lambda: dict(tensors), ok.bool, decided=True)
 
 
 def _known_tiles(codec: Quantized, tensors: Tensors, state: State, worker: int, workers: int) -> ShardTiles:
