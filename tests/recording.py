@@ -23,25 +23,41 @@ import laconic
 from tests.workers import run_workers
 
 FILE = Path(__file__).with_name("recorded.json")
-STEPS = 20
-PLANS = (
-    "ddp()",
-    "power_sgd(rank=2, bits=None, rounds='alternating')",
-    "power_sgd(rank=4, bits=None, start=3)",
-    'Plan(codec=ErrorFeedback(Cast("bf16")))',
-    "Plan(codec=ErrorFeedback(Batched(LowRank(rank=2))))",
-    "post_local_sgd(start=5, period=4)",
-    "hierarchical_sgd({2: HALF, 4: ALL})",
-    "diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())",
-    'diloco(period=4, lr=0.7, momentum=0.9, codec=ByShape(ErrorFeedback(LowRank(rank=2))), optimizer_state="average")',
-    "streaming_diloco(period=4, fragments=2, delay=1, lr=0.7, momentum=0.9, codec=Exact())",
-    "streaming_diloco(period=4, fragments=2, delay=1, lr=0.7, momentum=0.9, codec=Exact(), mix=0.5)",
-    "qsr(growth=0.02, floor=3)",
-    'Plan(schedule=Every(5), codec=ErrorFeedback(Cast("bf16")), outer=Optim("AdamW", {"lr": 0.01}))',
-)
-KINDS = ("ddp", "bare", "fsdp", "large")
-"""How the model is wrapped; "large" is a bare module of several MB, whose weights travel in several pieces."""
-LARGE_PLANS = ("post_local_sgd(start=5, period=4)", "diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())")
+WORKERS = (2, 3, 4)
+DEFAULTS = {
+    "ddp()": 12,
+    "quantized_ddp()": 8,
+    "power_sgd()": 8,
+    'frugal("30x")': 8,
+    'frugal("60x")': 12,
+    'frugal("120x", delay=1)': 20,
+    "diloco()": 34,
+    "streaming_diloco()": 36,
+    "sparse_loco()": 12,
+    "post_local_sgd(start=5, period=4)": 20,
+    "hierarchical_sgd(GROUPS)": 12,
+    "qsr(growth=0.02, floor=3)": 12,
+}
+"""The plans that people use, with their steps: all is synchronised at least twice, and what may be in flight at the
+end is. Every number of workers trains them, on every kind of model."""
+WIDE = [*DEFAULTS][1:9]
+"""Those that compress what is large enough: matrices that rank 32 shrinks, and chunks of 4096 numbers."""
+OTHERS = {
+    "power_sgd(rank=2, bits=None, rounds='alternating')": 8,
+    "power_sgd(rank=4, bits=None, start=3)": 8,
+    'Plan(codec=ErrorFeedback(Cast("bf16")))': 12,
+    "Plan(codec=ErrorFeedback(Batched(LowRank(rank=2))))": 8,
+    "diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())": 20,
+    'diloco(period=4, lr=0.7, momentum=0.9, codec=ByShape(ErrorFeedback(LowRank(2))), optimizer_state="average")': 12,
+    "streaming_diloco(period=4, fragments=2, delay=1, lr=0.7, momentum=0.9, codec=Exact())": 20,
+    "streaming_diloco(period=4, fragments=2, delay=1, lr=0.7, momentum=0.9, codec=Exact(), mix=0.5)": 20,
+    'Plan(schedule=Every(5), codec=ErrorFeedback(Cast("bf16")), outer=Optim("AdamW", {"lr": 0.01}))': 20,
+}
+"""What else a plan may say. 2 and 4 workers train them."""
+LARGE = ("post_local_sgd(start=5, period=4)", "diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())", 'frugal("60x")')
+KINDS = ("ddp", "bare", "fsdp")
+"""How a model is wrapped. "wide" models have larger matrices; "large bare" has several MB, sent in several pieces."""
+GROUPS = {2: "{2: 1, 4: 2}", 3: "{2: 1, 4: 3}", 4: "{2: 2, 4: 4}"}
 
 
 class Net(nn.Module):
@@ -60,34 +76,45 @@ class Net(nn.Module):
         return y
 
 
-def cases(workers: int) -> Iterator[tuple[str, str]]:
-    """List the plans and the kinds of model that this many workers train."""
+def cases(workers: int) -> Iterator[tuple[str, str, int]]:
+    """List the plans that this many workers train, the kinds of model, and the steps."""
     for kind in KINDS:
-        for plan in LARGE_PLANS if kind == "large" else PLANS:
+        for plan, steps in (DEFAULTS if workers == 3 else DEFAULTS | OTHERS).items():
             if kind == "fsdp" and ("hierarchical" in plan or "Batched" in plan):
-                continue  # sharded models have their groups in the mesh, and shards have no buckets
-            if kind == "large" and workers == 2:
-                continue
-            yield plan.replace("HALF", str(workers // 2)).replace("ALL", str(workers)), kind
+                continue  # refused: sharded models have their groups in the mesh, and shards have no buckets
+            yield plan.replace("GROUPS", GROUPS[workers]), kind, steps
+        for plan in WIDE:
+            yield plan, f"wide {kind}", DEFAULTS[plan]
+    for plan in LARGE if workers == 4 else ():
+        yield plan, "large bare", 12
 
 
 def record(workers: int) -> dict[str, Any]:
-    """Train every case with real workers; return what is compared, by "kind: plan"."""
+    """Train every case with real workers; return what is compared, by "kind: plan".
+
+    What all workers have alike is there once; else it is a list of one value a worker.
+    """
     results = run_workers(_train_all, workers, timeout_s=300)
-    return {case: [worker[case] for worker in results] for case in results[0]}
+    return {case: _merged([worker[case] for worker in results]) for case in results[0]}
+
+
+def _merged(workers: list[Any]) -> Any:
+    if isinstance(workers[0], dict):
+        return {key: _merged([worker[key] for worker in workers]) for key in workers[0]}
+    return workers[0] if all(worker == workers[0] for worker in workers) else workers
 
 
 def _train_all(worker: int) -> dict[str, Any]:
     workers = torch.distributed.get_world_size()
-    return {f"{kind}: {plan}": _train(worker, plan, kind) for plan, kind in cases(workers)}
+    return {f"{kind}: {plan}": _train(worker, plan, kind, steps) for plan, kind, steps in cases(workers)}
 
 
-def _train(worker: int, plan: str, kind: str) -> dict[str, Any]:
+def _train(worker: int, plan: str, kind: str, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model, group = _model(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session = laconic.attach(laconic.plan(plan), model, optimizer, group=group)
-    losses = [step(model, optimizer, worker, number) for number in range(STEPS)]
+    losses = [step(model, optimizer, worker, number) for number in range(steps)]
     state = session.state_dict()
     session.detach()
     return {
@@ -96,23 +123,23 @@ def _train(worker: int, plan: str, kind: str) -> dict[str, Any]:
         "weights": digest({name: _local(p) for name, p in model.named_parameters()}),
         "buffers": digest({name: _local(b) for name, b in model.named_buffers()}),
         "ledger": totals(session.ledger),
-        "state": {key: digest(value) for key, value in sorted(state.items())},
+        "state": {key: digest(value) for key, value in sorted(state.items()) if key != "plan"},
     }
 
 
 def _model(kind: str) -> tuple[nn.Module, Any]:
+    size, kind = kind.split() if " " in kind else ("", kind)
+    model = Net(*{"": (), "wide": (160, 256), "large": (512, 2000)}[size])
     if kind == "ddp":
-        return DDP(Net(), bucket_cap_mb=0.002), None  # several buckets
+        return DDP(model, bucket_cap_mb=0.1 if size else 0.002), None  # several buckets
     if kind == "bare":
-        return Net(), None
-    if kind == "large":
-        return Net(width=512, hidden=2000), None
+        return model, None
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    shards = torch.distributed.get_world_size() // 2
-    mesh = init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))
-    model = Net()
+    workers = torch.distributed.get_world_size()
+    replicas = 3 if workers == 3 else 2
+    mesh = init_device_mesh("cpu", (replicas, workers // replicas), mesh_dim_names=("replicate", "shard"))
     model.norm = nn.Identity()  # type: ignore[assignment]  # FSDP leaves buffers whole
     fully_shard(model.up, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
@@ -135,7 +162,7 @@ def plain() -> str:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = [step(model, optimizer, 0, number) for number in range(STEPS)]
+    losses = [step(model, optimizer, 0, number) for number in range(20)]
     qr = torch.linalg.qr(torch.randn(33, 4, generator=torch.Generator().manual_seed(0))).Q
     return digest([losses, *model.parameters(), qr])
 
@@ -177,7 +204,13 @@ def _local(t: Tensor) -> Tensor:
     return t.to_local() if hasattr(t, "to_local") else t
 
 
+def write(recorded: Mapping[str, Any]) -> None:
+    """Write the recording, one line a case."""
+    lines = [json.dumps(key) + ": " + json.dumps(recorded[key], sort_keys=True) for key in sorted(recorded)]
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    recorded = {"plain": plain(), **{str(workers): record(workers) for workers in (2, 4)}}
-    FILE.write_text(json.dumps(recorded, indent=0, sort_keys=True) + "\n")
+    cases_of = {workers: record(workers) for workers in WORKERS}
+    write({"plain": plain()} | {f"{n} {case}": found for n, each in cases_of.items() for case, found in each.items()})

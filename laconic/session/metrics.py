@@ -1,9 +1,9 @@
-"""The metrics of a session: one table, from which every exporter takes its names.
+"""The metrics of a session: one table of their names.
 
     session.metrics()["wire_bytes/world/gradient/all_reduce"]
 
-All numbers are this worker's own, and nothing is sent for them. `laconic.integrations` translates the table for
-TensorBoard, Weights & Biases, MLflow, Prometheus and OpenTelemetry; docs/metrics.md shows it.
+All numbers are this worker's own, and nothing is sent for them. docs/metrics.md shows the table, and
+`laconic.integrations.log` writes it to files and tools.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Engine:
 class HookState:
     """Base of the hook states: attributes that torch's do not have, so that `__slots__` is the same as torch's."""
 
-    __slots__ = ("__weakref__", "_converted", "_engines", "_names", "_saved_layout", "feedback")
+    __slots__ = ("__weakref__", "_engines", "_names", "_saved_layout", "feedback")
 
     def _get_engine(self, group: dist.ProcessGroup | None, local: bool = False) -> Engine:
         group, engine = group_or_world(group), self._engines.get(local)
