@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "cost": {"values", "plans", "codecs", "comm", "ledger", "exchange"},
     "session": CORE,
     "algorithms": CORE,
-    "checkpoint": {"values", "ledger"},
+    "checkpoint": {"values", "ledger", "errors"},
     "elastic": CORE | {"checkpoint", "atomic_write"},
     "integrations": CORE | {"checkpoint", "elastic"},
     "tools": CORE | {"atomic_write", "elastic"},

@@ -18,21 +18,14 @@ from rich.table import Column, Table
 from laconic.atomic_write import write_atomically
 from laconic.cli import options
 from laconic.cli.results import check_writable
-from laconic.cli.running import workers_here
 from laconic.errors import names
-from laconic.tools.compare.settings import (
-    LabError,
-    check_count,
-    check_positive,
-    check_workers,
-    found_place,
-    usable_cores,
-)
-from laconic.tools.compare.versions import versions
 from laconic.tools.doctor.diagnosis import check_as_worker, check_here
 from laconic.tools.doctor.finding import Finding, has_problem
 from laconic.tools.doctor.injection import FACTORY, faults
 from laconic.tools.doctor.script import ScriptRun, inject_faults
+from laconic.tools.errors import UsageError, check_count, check_positive
+from laconic.tools.launch.workers import check_workers, found_place, workers_here
+from laconic.tools.machine import usable_cores, versions
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 _option = partial(typer.Option, show_default=False)
@@ -93,17 +86,17 @@ def _script_run(
     try:
         wanted = faults(",".join(inject))
     except ValueError as error:
-        raise LabError(f"--inject {error}") from None
+        raise UsageError(f"--inject {error}") from None
     under_launcher = found_place(os.environ) is not None
     if wanted and under_launcher:
-        raise LabError(
+        raise UsageError(
             f"--inject {wanted[0]}: torchrun has already started the workers, and this option starts them itself. "
             f"Run laconic without torchrun, or set LACONIC_INJECT and LACONIC_OBSERVERS={FACTORY} for your own run."
         )
     if script is None and wanted:
-        raise LabError(f"--inject {wanted[0]}: a fault needs a training. Give one with --script train.py.")
+        raise UsageError(f"--inject {wanted[0]}: a fault needs a training. Give one with --script train.py.")
     if script is None and arguments:
-        raise LabError(f"-- {' '.join(arguments)}: these are for a script. Give one with --script train.py.")
+        raise UsageError(f"-- {' '.join(arguments)}: these are for a script. Give one with --script train.py.")
     if script is None:
         return None
     run = ScriptRun(script, arguments, workers_here(workers), limit_s, wanted)

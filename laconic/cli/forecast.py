@@ -7,13 +7,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from laconic import plan as parse_plan
-from laconic.tools.compare.settings import LabError
-from laconic.tools.compare.units import human_bytes, share
-from laconic.tools.launch.links import rate_text
+from laconic.tools.errors import UsageError
 from laconic.tools.planner.checking import finished_runs, terms
 from laconic.tools.planner.hierarchy import short_rate
 from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.planner.rows import Forecast
+from laconic.tools.units import human_bytes, rate_text, share
 
 OUTCOME = ("sent\na step", "step", "computing", "kept", "sooner\nthan ddp", "than\nalone")
 """What decides: "sooner" is to the same loss."""
@@ -94,7 +93,7 @@ def check_table(path: Path, scenario: Scenario, plans: list[str] | None) -> Tabl
         if run.without_link or (wanted and parsed not in wanted):
             continue
         if (run.workers, run.parameters) != (scenario.workers, scenario.shapes.parameters):
-            raise LabError(
+            raise UsageError(
                 f"--check {path}: {run.plan} ran {run.parameters:,} parameters on {run.workers} workers, and the "
                 f"prediction is for {scenario.shapes.parameters:,} on {scenario.workers}. Predict the same training."
             )

@@ -14,8 +14,8 @@ from laconic.cli.forecast import ONE_TABLE, check_table, forecast_tables, wanted
 from laconic.cli.results import check_writable
 from laconic.cli.view import PipedConsole
 from laconic.cost import meta
-from laconic.tools.compare.settings import LabError
-from laconic.tools.launch.links import Link, LinkError
+from laconic.tools.errors import UsageError
+from laconic.tools.launch.links import Link
 from laconic.tools.launch.links import link as parse_link
 from laconic.tools.planner.collectives import ALGORITHMS, Algorithm, Formula
 from laconic.tools.planner.explain import explain
@@ -146,7 +146,7 @@ def plan(
     try:
         forecast = Forecast([parse_plan(text) for text in plan or PLANS], scenario)
     except ValueError as error:
-        raise LabError(str(error)) from error
+        raise UsageError(str(error)) from error
     limit = None if budget is None else bytes_of(budget, "--budget")
     rows = forecast.as_json(needs, price, limit)
     if picture is not None:
@@ -177,7 +177,7 @@ def _probe(path: Path) -> Probe:
     try:
         return Probe.read(path)
     except ProbeError as error:
-        raise LabError(f"--probe {error}") from None
+        raise UsageError(f"--probe {error}") from None
 
 
 def _network(link: Link | None, latency: str | None, algorithm: str, probe: Probe | None) -> Formula | MeasuredNetwork:
@@ -185,7 +185,7 @@ def _network(link: Link | None, latency: str | None, algorithm: str, probe: Prob
         chosen: Algorithm = next(each for each in ALGORITHMS if each == algorithm)
         return Formula(link, 0.0 if latency is None else seconds_of(latency, "--latency"), chosen)
     if probe is None:
-        raise LabError("a network is missing. Give --link 1gbit --workers 4, or --probe probe.json.")
+        raise UsageError("a network is missing. Give --link 1gbit --workers 4, or --probe probe.json.")
     return MeasuredNetwork(probe.timings, probe.workers)
 
 
@@ -193,9 +193,11 @@ def _step_s(step: str | None, probe: Probe | None) -> float:
     if step is not None:
         return seconds_of(step, "--step")
     if probe is None:
-        raise LabError("the time of a step without communication is missing. Give --step 250ms, or --probe probe.json.")
+        raise UsageError(
+            "the time of a step without communication is missing. Give --step 250ms, or --probe probe.json."
+        )
     if probe.step is None:
-        raise LabError(
+        raise UsageError(
             "the probe has no time of a step: its --model returned a model alone. Give --step 250ms, or probe again "
             "with --step-script train.py."
         )
@@ -212,9 +214,9 @@ def _shapes(
 ) -> Shapes:
     given = [name for name, value in (("--model", model), ("--parameters", parameters), ("--shapes", shapes)) if value]
     if len(given) > 1:
-        raise LabError(f"{' and '.join(given)}: one model is enough. Leave out one of them.")
+        raise UsageError(f"{' and '.join(given)}: one model is enough. Leave out one of them.")
     if layers is not None and (layers < 1 or parameters is None):
-        raise LabError(f"--layers {layers}: it divides --parameters, and must be at least 1. Add --parameters 350M.")
+        raise UsageError(f"--layers {layers}: it divides --parameters, and must be at least 1. Add --parameters 350M.")
     if parameters is not None:
         return from_count(count_of(parameters), layers, flat and layers is not None)
     if model is not None:
@@ -223,31 +225,28 @@ def _shapes(
         return from_file(shapes)
     if probe is not None:
         return Shapes(meta(probe.model.shapes))
-    raise LabError("a model is missing. Give --parameters 350M, --model module:function, --shapes or --probe.")
+    raise UsageError("a model is missing. Give --parameters 350M, --model module:function, --shapes or --probe.")
 
 
 def _link(text: str | None, workers: int | None) -> Link | None:
     if text is None:
         return None
     if workers is None and "@" not in text:
-        raise LabError(f"--link {text}: tell how many workers there are. Add --workers 4.")
-    try:
-        return parse_link(text, workers)
-    except LinkError as error:
-        raise LabError(f"--link {error}") from None
+        raise UsageError(f"--link {text}: tell how many workers there are. Add --workers 4.")
+    return parse_link(text, workers)
 
 
 def _check(algorithm: str, jitter: float, gain: float | None, bits: float | None, machine: int | None) -> None:
     if algorithm not in ALGORITHMS:
-        raise LabError(f"--algorithm {algorithm}: it is one of {', '.join(ALGORITHMS)}.")
+        raise UsageError(f"--algorithm {algorithm}: it is one of {', '.join(ALGORITHMS)}.")
     if not is_number(jitter) or jitter < 0:
-        raise LabError(f"--jitter {jitter}: it must not be negative. Use 0.1 for 10 %.")
+        raise UsageError(f"--jitter {jitter}: it must not be negative. Use 0.1 for 10 %.")
     if gain is not None and not gain >= 1:
-        raise LabError(f"--gain {gain}: a worker by itself needs at least as many steps as ddp(): 1 or more.")
+        raise UsageError(f"--gain {gain}: a worker by itself needs at least as many steps as ddp(): 1 or more.")
     if bits is not None and not bits > 0:
-        raise LabError(f"--payload-bits {bits}: it must be above 0, such as 16.")
+        raise UsageError(f"--payload-bits {bits}: it must be above 0, such as 16.")
     if machine is not None and machine < 1:
-        raise LabError(f"--machine {machine}: a machine has 1 worker or more.")
+        raise UsageError(f"--machine {machine}: a machine has 1 worker or more.")
 
 
 def _spread(probe: Probe | None) -> tuple[float, float]:
@@ -265,4 +264,4 @@ def _draw(forecast: Forecast, path: Path) -> None:
 
         draw(forecast.rows, path)
     except ImportError as error:
-        raise LabError(f'--picture {path}: it needs matplotlib ({error}). pip install "laconic[report]".') from error
+        raise UsageError(f'--picture {path}: it needs matplotlib ({error}). pip install "laconic[report]".') from error

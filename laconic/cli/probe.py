@@ -18,11 +18,12 @@ from laconic.cli.compare import link_of, workers_of
 from laconic.cli.options import DEFAULT
 from laconic.cli.probe_summary import print_summary
 from laconic.cli.results import check_writable
-from laconic.cli.running import workers_here
-from laconic.tools.compare.settings import MODELS, LabError, Script, check_workers, found_place, usable_cores
-from laconic.tools.launch.launch import Network, check_port
+from laconic.tools.compare.settings import MODELS, Script
+from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import Link
 from laconic.tools.launch.slow_link import NoSlowLink, slow_link
+from laconic.tools.launch.workers import Network, check_workers, found_place, workers_here
+from laconic.tools.machine import usable_cores
 from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.probe import ProbeOptions, Show, process_group, run_probe
 from laconic.tools.planner.probe_data import Probe
@@ -68,7 +69,6 @@ def probe(
     device: Device = "auto",
     longest: Longest = 0.5,
     plain: options.Plain = False,
-    port: options.Port = 0,
     oversubscribe: options.Oversubscribe = False,
 ) -> None:
     """Measure collectives, links between hosts, codecs, memory and a training step, in about a minute.
@@ -95,10 +95,9 @@ def probe(
     if found_place(os.environ) is not None:
         found = _as_worker(chosen, plain, "--link" if link else "--step-script" if script else None)
     else:
-        check_port(port)
         if not oversubscribe:
             check_workers(count, usable_cores())
-        found = _launched(chosen, count, connected, script, port, plain)
+        found = _launched(chosen, count, connected, script, plain)
     if found is not None:
         found.write(out)
         print_summary(found)
@@ -107,16 +106,16 @@ def probe(
 
 def _script(script: Path | None, arguments: tuple[str, ...], workers: int) -> Script | None:
     if script is None and arguments:
-        raise LabError(f"-- {' '.join(arguments)}: these are for a script. Give one with --step-script train.py.")
+        raise UsageError(f"-- {' '.join(arguments)}: these are for a script. Give one with --step-script train.py.")
     if script is not None and not script.is_file():
-        raise LabError(f"--step-script {script}: there is no such file. Give the path of a training script.")
+        raise UsageError(f"--step-script {script}: there is no such file. Give the path of a training script.")
     return None if script is None else Script("alone()", script, arguments, workers)
 
 
 def _as_worker(chosen: ProbeOptions, plain: bool, refused: str | None) -> Probe | None:
     """Measure in this process, which is a worker of torchrun's. Only worker 0 has a result to show."""
     if refused is not None:
-        raise LabError(
+        raise UsageError(
             f"{refused}: torchrun has already started the workers, and this option starts them itself. "
             "Run laconic without torchrun."
         )
@@ -127,30 +126,28 @@ def _as_worker(chosen: ProbeOptions, plain: bool, refused: str | None) -> Probe 
     return found if first else None
 
 
-def _launched(
-    chosen: ProbeOptions, workers: int, link: Link | None, script: Script | None, port: int, plain: bool
-) -> Probe:
+def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: Script | None, plain: bool) -> Probe:
     try:
-        with _network(link, port) as network, _progress(plain) as show:
+        with _network(link) as network, _progress(plain) as show:
             found = launch_probe(chosen, workers, network, show)
             if script is None:
                 return found
             show(1.0, f"steps of {script.script}")
             return replace(found, step=script_step(script, network))
     except NoSlowLink as error:
-        raise LabError(
+        raise UsageError(
             f"--link {link}: no real link can be made here ({error}), and a probe measures only real ones. "
             'Leave out --link, or describe the link to laconic plan: --link "100mbit".'
         ) from None
 
 
 @contextmanager
-def _network(link: Link | None, port: int) -> Iterator[Network]:
+def _network(link: Link | None) -> Iterator[Network]:
     if link is None:
-        yield Network(port)
+        yield Network()
         return
     with slow_link(link) as slow:
-        yield Network(port, slow=slow)
+        yield Network(slow=slow)
 
 
 @contextmanager

@@ -6,9 +6,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from laconic.tools.compare.units import human_bytes
 from laconic.tools.planner.hierarchy import pair_rates, propose, short_rate
 from laconic.tools.planner.probe_data import OPS, Probe
+from laconic.tools.units import human_bytes
 
 WIDTH = 120
 MOST_HOSTS = 12

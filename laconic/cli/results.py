@@ -11,8 +11,8 @@ from laconic.atomic_write import write_atomically, write_temporary
 from laconic.tools.compare.export import as_json
 from laconic.tools.compare.judging import efficiency, has_levels, kept, no_better_than_alone, reference, slow_bytes
 from laconic.tools.compare.records import Outcome
-from laconic.tools.compare.settings import LabError
-from laconic.tools.compare.units import human_bytes, ratio, share
+from laconic.tools.errors import UsageError
+from laconic.tools.units import human_bytes, ratio, share
 
 
 def closing_table(outcomes: Sequence[Outcome]) -> Table:
@@ -63,11 +63,11 @@ def check_writable(path: Path, option: str = "--json") -> None:
     """Refuse, before any training, a file that could not be written after it."""
     if path.is_dir():
         example = path / {"--json": "results.json", "--png": "results.png"}.get(option, "results.html")
-        raise LabError(f"{option} {path}: that is a folder. Name a file in it, such as {example}.")
+        raise UsageError(f"{option} {path}: that is a folder. Name a file in it, such as {example}.")
     try:
         write_temporary(path).unlink()
     except OSError as error:
-        raise LabError(
+        raise UsageError(
             f"{option} {path}: no file can be written in {path.absolute().parent} ({error.strerror}). "
             "Choose a folder that exists and that you may write to."
         ) from error

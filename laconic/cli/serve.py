@@ -12,7 +12,7 @@ import typer
 
 from laconic import elastic
 from laconic.comm.timeout import run_in_thread
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 from laconic.torch_private.elastic import TCPStore
 
 DEFAULT_PORT = 29400
@@ -27,12 +27,12 @@ def serve(
 ) -> None:
     """Host the store of elastic runs until stopped. It can also be the --rdzv-endpoint of torchrun's agents."""
     if not 0 <= port <= 65535:
-        raise LabError(f"--port {port}: a port is between 1 and 65535, or 0 for any free port.")
+        raise UsageError(f"--port {port}: a port is between 1 and 65535, or 0 for any free port.")
     try:
         store = elastic.serve(port, host)
     except (OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        raise LabError(
+        raise UsageError(
             f"--host {host} --port {port}: the store cannot listen there ({reason}). Choose another port, or an "
             "address of this machine."
         ) from None

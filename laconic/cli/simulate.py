@@ -13,12 +13,12 @@ from laconic.cli import options
 from laconic.cli.options import DEFAULT
 from laconic.cli.simulation import SimulationView, time_table
 from laconic.cost import meta
-from laconic.tools.compare.settings import LabError, Settings, check_count
+from laconic.tools.compare.settings import Settings
+from laconic.tools.errors import UsageError, check_count
 from laconic.tools.lab.models import GPT, ResNet
 from laconic.tools.lab.tasks import check_data
-from laconic.tools.launch.launch import variables
-from laconic.tools.launch.links import LinkError
 from laconic.tools.launch.links import link as parse_link
+from laconic.tools.launch.workers import variables
 from laconic.tools.planner.collectives import ALGORITHMS, Algorithm, Formula
 from laconic.tools.planner.shapes import Shapes
 from laconic.tools.planner.units import seconds_of
@@ -130,22 +130,18 @@ def _train(run: SimulatedRun, task: SimulatedTask, view: SimulationView) -> Simu
 
 def _check_mode(time_only: bool, fail: list[str] | None, mtbf: str | None, restart: str | None) -> None:
     if time_only and fail:
-        raise LabError(f"--time-only --fail {fail[0]}: without training, faults come at a rate. Use --mtbf 12h.")
+        raise UsageError(f"--time-only --fail {fail[0]}: without training, faults come at a rate. Use --mtbf 12h.")
     if not time_only and (mtbf or restart):
-        raise LabError("--mtbf and --restart are for --time-only. A training loses workers with --fail 5@30.")
+        raise UsageError("--mtbf and --restart are for --time-only. A training loses workers with --fail 5@30.")
 
 
 def _network(text: str | None, latency: str | None, algorithm: str, workers: int) -> Formula | None:
     chosen: Algorithm | None = next((each for each in ALGORITHMS if each == algorithm), None)
     if chosen is None:
-        raise LabError(f"--algorithm {algorithm}: write one of {', '.join(ALGORITHMS)}.")
+        raise UsageError(f"--algorithm {algorithm}: write one of {', '.join(ALGORITHMS)}.")
     if text is None:
         return None
-    try:
-        found = parse_link(text, workers)
-    except LinkError as error:
-        raise LabError(f"--link {error}") from None
-    return Formula(found, 0.0 if latency is None else seconds_of(latency, "--latency"), chosen)
+    return Formula(parse_link(text, workers), 0.0 if latency is None else seconds_of(latency, "--latency"), chosen)
 
 
 def _machine(network: Formula | None) -> int | None:

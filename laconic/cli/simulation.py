@@ -12,11 +12,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from laconic.cli.view import PLAIN_LINES, PLAIN_WIDTH, PipedConsole
-from laconic.tools.compare.units import duration, human_bytes, share
 from laconic.tools.simulate.clock import TimeUse
 from laconic.tools.simulate.results import SimulatedOutcome
 from laconic.tools.simulate.time_only import TimeOutcome
 from laconic.tools.simulate.training import SimulatedStep
+from laconic.tools.units import duration, human_bytes, share
 
 _USE = ("computing", "stragglers", "link", "faults")
 

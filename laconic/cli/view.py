@@ -19,7 +19,7 @@ from laconic.tools.compare.judging import kept, kept_share
 from laconic.tools.compare.progress import Progress
 from laconic.tools.compare.records import Outcome
 from laconic.tools.compare.report.sentence import headline
-from laconic.tools.compare.units import human_bytes, share
+from laconic.tools.units import human_bytes, share
 
 BARS = "▁▂▃▄▅▆▇█"
 HEADINGS = ("step", "loss", "valid", "kept", "tok/s", "talk", "sent", "MB/s", "left")

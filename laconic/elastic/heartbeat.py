@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from laconic.elastic.errors import ElasticError, ReplacedError
 from laconic.elastic.store import BoundedStore
+from laconic.errors import ElasticError, ReplacedError
 
 
 class HeartbeatMonitor:

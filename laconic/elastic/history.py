@@ -13,7 +13,8 @@ from torch import nn
 
 from laconic import checkpoint
 from laconic.atomic_write import write_atomically
-from laconic.elastic.snapshot import Committed, Snapshot, Stateful, without_residuals
+from laconic.checkpoint.resizing import without_residuals
+from laconic.elastic.snapshot import Committed, Snapshot, Stateful
 
 logger = logging.getLogger("laconic.elastic")
 

@@ -20,7 +20,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from laconic import DisagreementError, Never, Session
-from laconic.elastic.errors import ElasticError, EndedError, ReplacedError, StoreLostError
 from laconic.elastic.group import connect, leave, regroup
 from laconic.elastic.history import History, SnapshotStore
 from laconic.elastic.members_log import MembersLog
@@ -30,6 +29,7 @@ from laconic.elastic.snapshot import Committed, Stateful
 from laconic.elastic.state_transfer import transfer
 from laconic.elastic.step import CommitClock, Step
 from laconic.elastic.world import ElasticWorld
+from laconic.errors import ElasticError, EndedError, ReplacedError, StoreLostError
 from laconic.values import is_whole
 
 logger = logging.getLogger("laconic.elastic")

@@ -1,7 +1,4 @@
-"""Snapshots: a worker's state after a step, copied to host memory; and their form as plain bytes.
-
-Only this file uses internal names of `laconic.checkpoint`.
-"""
+"""Snapshots: a worker's state after a step, copied to host memory; and their form as plain bytes."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from laconic.checkpoint.resizing import RESIDUAL
-from laconic.checkpoint.tree import NATIVE_DTYPES, as_bytes, dtype_name, flatten, unflatten
-from laconic.checkpoint.tree import snapshot as copy_to_host
+from laconic.checkpoint.resizing import without_residuals
+from laconic.checkpoint.state import allocate, as_bytes, copy_to_host, describe, flatten, unflatten
 
 
 class Stateful(Protocol):
@@ -68,29 +64,21 @@ def _copied(state: Any) -> Any:
     return state
 
 
-def without_residuals(state: Any) -> Any:
-    """Remove the residuals of error feedback, which belong to one worker."""
-    if not isinstance(state, Mapping):
-        return state
-    return {key: without_residuals(value) for key, value in state.items() if key != RESIDUAL}
-
-
 def pack(parts: dict[str, Any]) -> list[Tensor]:
     """Return a state without residuals as tensors of bytes: a header in JSON, then the data of each tensor."""
     tree, tensors = flatten(without_residuals(parts))
-    facts = [[name, dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()]
-    header = torch.frombuffer(bytearray(json.dumps([tree, facts]).encode()), dtype=torch.uint8)
+    header = torch.frombuffer(bytearray(json.dumps([tree, describe(tensors)]).encode()), dtype=torch.uint8)
     return [header, *map(as_bytes, tensors.values())]
 
 
-def allocate(header: Tensor) -> dict[str, Tensor]:
+def allocated(header: Tensor) -> dict[str, Tensor]:
     """Make the tensors that a header describes, by name, in the order of their data."""
-    _, facts = json.loads(header.numpy().tobytes())
-    return {name: torch.zeros(shape, dtype=NATIVE_DTYPES[dtype]) for name, dtype, shape in facts}
+    _, described = json.loads(header.numpy().tobytes())
+    return allocate(described)
 
 
 def unpack(header: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the state that `pack` was given, without residuals."""
     tree, _ = json.loads(header.numpy().tobytes())
-    parts: dict[str, Any] = unflatten(tree, tensors.__getitem__)
+    parts: dict[str, Any] = unflatten(tree, tensors)
     return parts

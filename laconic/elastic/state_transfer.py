@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.comm.timeout import ended
-from laconic.elastic.errors import DamagedStateError
 from laconic.elastic.group import subgroup
 from laconic.elastic.history import History
 from laconic.elastic.rendezvous import Membership
-from laconic.elastic.snapshot import Snapshot, allocate, pack, unpack
+from laconic.elastic.snapshot import Snapshot, allocated, pack, unpack
 from laconic.elastic.store import CancelCheck
+from laconic.errors import DamagedStateError
 
 Broadcast: TypeAlias = Callable[[Tensor], object]
 """Sends a tensor from the source to all others, in place."""
@@ -55,7 +55,7 @@ def receive(broadcast: Broadcast) -> dict[str, Any]:
     broadcast(length)
     header = torch.zeros(int(length), dtype=torch.uint8)
     broadcast(header)
-    tensors = allocate(header)
+    tensors = allocated(header)
     data, digest = [t.reshape(-1).view(torch.uint8) for t in tensors.values()], torch.zeros(32, dtype=torch.uint8)
     for t in (*data, digest):
         broadcast(t)

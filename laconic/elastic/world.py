@@ -12,10 +12,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from laconic.elastic.errors import StoreLostError
 from laconic.elastic.heartbeat import HeartbeatMonitor
 from laconic.elastic.rendezvous import Membership, Rendezvous, Rules
 from laconic.elastic.store import POLL_S, BoundedStore
+from laconic.errors import StoreLostError
 from laconic.torch_private.elastic import PrefixStore, Store, TCPStore
 from laconic.values import is_whole
 

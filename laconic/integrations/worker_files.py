@@ -7,7 +7,6 @@ worker writes `laconic_<rank>.safetensors` into the folder of the framework's ch
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from laconic import Session
-from laconic.checkpoint.files import read_worker_file, write_worker_file
+from laconic.checkpoint.files import read_state, write_state
 from laconic.checkpoint.loading import StrPath
-from laconic.checkpoint.tree import CheckpointError, flatten
 from laconic.checkpoint.workers import lowest_and_highest, resolve_worker
+from laconic.errors import CheckpointError
 
 FORMAT = "laconic worker 1"
 
@@ -55,10 +54,7 @@ def save_own(folder: Path, session: Session, name: str = "laconic") -> None:
         moments = [optimizer.state_dict() for optimizer in session.optimizers]
         state["own"] = {"tensors": _tensors(session), "optimizers": moments}
     folder.mkdir(parents=True, exist_ok=True)  # a worker may come before the first, which makes it
-    path = folder / file_name(worker, name)
-    temporary = path.with_name(f".{path.name}.tmp")
-    write_worker_file(temporary, *flatten(state))
-    os.replace(temporary, path)
+    write_state(folder / file_name(worker, name), state)
 
 
 def load(folder: StrPath, session: Session, without: str, name: str = "laconic") -> dict[str, Any]:
@@ -102,7 +98,7 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
     saved_by = len(list(folder.glob(f"{name}_*.safetensors")))
     if not saved_by:
         raise CheckpointError(f"{folder} has no {path.name}: it was saved without laconic, or under another name.")
-    state = read_worker_file(path) if path.exists() else {"format": FORMAT, "worker": worker, "workers": saved_by}
+    state = read_state(path) if path.exists() else {"format": FORMAT, "worker": worker, "workers": saved_by}
     if not isinstance(state, dict) or state.get("format") != FORMAT or state.get("worker") != worker:
         raise CheckpointError(f"{path} is not what worker {worker} saves with this version of laconic.")
     if state["workers"] != workers:

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import laconic
 from laconic import checkpoint
-from laconic.checkpoint.tree import flatten
+from laconic.checkpoint.state import flatten
 from tests.workers import listen, run_workers
 
 pytest.importorskip("lightning")

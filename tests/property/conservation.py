@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,10 +22,20 @@ class Conservation:
     """The sum over the steps of the largest number that was to be sent."""
     holds: bool = True
 
-    def add(self, true: Mapping[str, Tensor], delivered: Mapping[str, Tensor], exact: bool = True) -> None:
-        """Count one average. Where a worker was excluded (`exact` is False), sums tell nothing from then on."""
+    def add(
+        self,
+        true: Mapping[str, Tensor],
+        delivered: Mapping[str, Tensor],
+        exact: bool = True,
+        forgotten: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Count one average, and what a decay took from the residuals before it.
+
+        Where a worker was excluded (`exact` is False), sums say nothing from then on.
+        """
         self.holds = self.holds and exact
         for name, t in true.items():
+            t = t - forgotten.get(name, 0)
             self.true[name] = self.true.get(name, torch.zeros_like(t)) + t
             self.largest[name] = self.largest.get(name, 0.0) + float(t.abs().max())
         for name, t in delivered.items():

@@ -15,7 +15,7 @@ from tests.property.pool import Pool
 from tests.property.programs import Nan, Setup, StepOptions, possible_setup, possible_step
 from tests.property.trainer import Report
 
-FEATURES = ("batch_norm", "branch", "frozen", "tied", "bf16", "fp16", "complex")
+FEATURES = ("batch_norm", "branch", "frozen", "tied", "bf16", "fp16", "complex", "wide")
 PARAMETERS = ("mid.weight", "down.bias", "scale")
 
 workers = st.sampled_from((2, 3, 4, 1))
@@ -131,7 +131,8 @@ class Training(RuleBasedStateMachine):
     @rule()
     def resume(self) -> None:
         """Save, make everything anew, and load."""
-        self.oracle.averaged_steps, self.oracle.current, self.was_local = 0, False, False
+        self.oracle.resume()
+        self.was_local = False
         self._checked(self._call("resume"))
 
     @rule()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-WIDTH = 24
+WIDTH, WIDE = 24, 132
 LR = 0.05
 DECAY = 0.8
 """What a scheduler multiplies the learning rate by at every step."""
@@ -38,6 +38,11 @@ class Net(nn.Module):
                 self.register_parameter(name, nn.Parameter((torch.randn(WIDTH, 16) / 5).to(dtype)))
         if "frozen" in features:
             self.first.requires_grad_(False)
+        self.wide: nn.Module | None = None
+        if "wide" in features:  # a matrix that rank 32 shrinks, and that has more than a chunk of 4096 numbers
+            self.wide = nn.Sequential(
+                nn.Linear(WIDTH, WIDE), nn.Tanh(), nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 16)
+            )
         self.added: nn.Linear | None = None
 
     def forward(self, x: Tensor, branch: bool) -> Tensor:
@@ -49,6 +54,8 @@ class Net(nn.Module):
         y: Tensor = self.down(h) * self.scale
         if branch and self.branch is not None:
             y = y + self.branch(h)
+        if self.wide is not None:
+            y = y + self.wide(h)
         for name in ("bf16", "fp16"):
             if hasattr(self, name):
                 y = y + h @ getattr(self, name).to(h.dtype)

@@ -74,6 +74,8 @@ class Oracle:
     velocity: Gradients = field(default_factory=dict)
     flights: list[Flight] = field(default_factory=list)
     kept: Conservation = field(default_factory=Conservation)
+    residual: Gradients = field(default_factory=dict)
+    """The mean of the workers' residuals after the last operation."""
     carried: list[dict[str, Carried]] = field(default_factory=list)
     """By worker: residuals of gradients that the plan before left."""
 
@@ -90,7 +92,7 @@ class Oracle:
         self.since = max(self.number, self.known.start - 1)
         self.anchor, self.velocity, self.flights = None, {}, []
         self.current = False
-        self.kept = Conservation()
+        self.kept, self.residual = Conservation(), {}
         self.carried = [{} for _ in range(self.workers)]
 
     @property
@@ -314,13 +316,17 @@ class Oracle:
         assert self.anchor is not None
         delta = {name: self.anchor[name] - mean for name, mean in self._means(names, sound).items()}
         if self.known.lossy and self.workers > 1:
-            after = {name: reports[0].weights[name].to(d.dtype) for name, d in delta.items()}
-            delivered = self._delivered(after)
+            if self.known.delay:
+                delivered = {name: reports[0].flying[name].to(d.dtype) for name, d in delta.items()}
+            else:
+                after = {name: reports[0].weights[name].to(d.dtype) for name, d in delta.items()}
+                delivered = self._delivered(after)
             whole = [name for name in delta if reports[0].weights[name].dtype.itemsize >= 4]  # others are rounded
             self.kept.add(
                 {name: delta[name] for name in whole},
                 {name: delivered[name] for name in whole},
                 exact=len(sound) == self.workers,
+                forgotten=self._forgotten(whole),
             )
             delta = delivered
         if self.known.delay:
@@ -328,6 +334,11 @@ class Oracle:
             self.flights.append(Flight(self.number + self.known.delay, delta, sent))
         else:
             self._move(delta, mix=0.0)
+
+    def _forgotten(self, names: Iterable[str]) -> Gradients:
+        """Return what a decay takes from the residuals before they are sent again, in the mean of the workers."""
+        decaying = [name for name in names if self.params()[name].numel() >= 4096 and name in self.residual]
+        return {name: (1 - self.known.decay) * self.residual[name] for name in decaying}
 
     def _own(self, worker: int, names: Iterable[str]) -> Gradients:
         return {name: p.detach().clone() for name, p in self.params(worker).items() if name in set(names)}
@@ -392,6 +403,12 @@ class Oracle:
             means = {name: torch.stack([each[name] for each in residuals]).mean(0) for name in residuals[0]}
             self.kept.add(means, {})
 
+    def resume(self) -> None:
+        """Go on where all was saved. Without an anchor, the next takes in all parameters, those that came late too."""
+        self.averaged_steps, self.current = 0, False
+        if self.anchor is None:
+            self.unsynced.clear()
+
     def load(self, factor: float) -> None:
         """Load other weights, the same on every worker: those of a new model, scaled."""
         for net in self.nets:
@@ -403,6 +420,8 @@ class Oracle:
 
     def take_over(self, reports: Sequence[Report]) -> None:
         """Go on from the weights that the workers hold, which were compared."""
+        names = reports[0].residual
+        self.residual = {name: torch.stack([r.residual[name] for r in reports]).mean(0) for name in names}
         for net, report in zip(self.nets, reports, strict=True):
             for name, p in net.named_parameters():
                 p.data = report.weights[name].to(p.dtype)

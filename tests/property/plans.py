@@ -41,6 +41,10 @@ class Known:
     lossy: float = 0.0
     """The relative error of one delivery that no residual takes up; 0 for a plan that is exact."""
     anchored: bool = False
+    decay: float = 1.0
+    """What is left of a residual at its next average, of tensors of at least a chunk of 4096 numbers."""
+    wide: bool = False
+    """Whether it compresses only what is large."""
 
     @property
     def local(self) -> bool:
@@ -100,6 +104,10 @@ def _local(period: int, start: int = 1, **options: Any) -> Known:
     return Known(laconic.post_local_sgd(start, period, **options), period, start, group=options.get("group"))
 
 
+def _streamed(plan: Plan, period: int, fragments: int, delay: int = 0) -> Known:
+    return Known(plan, period, fragments=fragments, delay=delay, lossy=ROUNDING, anchored=True)
+
+
 LOSSLESS = {
     "ddp": Known(laconic.ddp()),
     "post_local": _local(2),
@@ -139,7 +147,20 @@ LOSSY = {
     "deltas_low_rank_outer": _deltas(2, ByShape(ErrorFeedback(LowRank(rank=2))), ROUNDING, (0.7, 0.9)),
     "deltas_bf16": _deltas(3, ErrorFeedback(Cast("bf16")), 0.01),
 }
-PLANS = LOSSLESS | LOSSY
+DEFAULTS = {
+    "quantized_ddp()": Known(laconic.quantized_ddp(), lossy=ROUNDING),
+    "power_sgd()": Known(laconic.power_sgd(), lossy=ROUNDING, wide=True),
+    'frugal("30x")': _streamed(laconic.frugal("30x"), 2, 2),
+    'frugal("60x")': _streamed(laconic.frugal("60x"), 4, 4),
+    'frugal("120x", delay=1)': _streamed(laconic.frugal("120x", delay=1), 8, 4, delay=1),
+    "diloco()": Known(laconic.diloco(), 16, outer=(1.0, 0.0), lossy=ROUNDING, anchored=True),
+    "streaming_diloco()": _streamed(laconic.streaming_diloco(), 16, 4, delay=1),
+    "sparse_loco()": Known(
+        laconic.sparse_loco(), 4, outer=(1.0, 0.0), lossy=ROUNDING, anchored=True, decay=0.95, wide=True
+    ),
+}
+"""The plans that people use, as they are by default."""
+PLANS = LOSSLESS | LOSSY | DEFAULTS
 
 
 def fragments_of(sizes: Mapping[str, int], count: int) -> Sequence[Sequence[str]]:

@@ -58,6 +58,8 @@ def possible_setup(setup: Setup) -> Setup:
     """Return the setup without what torch refuses, with as many workers as the plan needs."""
     if not setup.known.fits(setup.workers):
         setup = replace(setup, workers=4 if setup.known.fits(4) else 2)
+    if setup.known.wide:
+        setup = replace(setup, features=setup.features | {"wide"})
     refused = {"complex", "fp16"} if setup.amp else set()  # torch's GradScaler takes neither
     return replace(setup, features=setup.features - refused, reversed=setup.reversed and setup.split)
 

@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.property.machine import Training
+from tests.property.plans import DEFAULTS, PLANS
+from tests.property.programs import Setup
 
 COMMON = settings(
     database=None,
@@ -23,6 +25,23 @@ COMMON = settings(
 @pytest.mark.timeout(900)
 def test_trainings_of_random_features_hold_all_promises():
     run_state_machine_as_test(Training, settings=settings(COMMON, max_examples=40, derandomize=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("plan", DEFAULTS)
+def test_what_a_default_plan_holds_back_is_in_its_residuals(plan):
+    training = Training()
+    setup = Setup(plan, workers=3, wrap="bare" if PLANS[plan].local else "ddp", features=frozenset({"wide"}))
+    try:
+        training.attach(setup=setup)
+        training.plain_steps(count=2 * max(4, setup.known.period))
+        training.resume()  # with a fragment in flight
+        training.plain_steps(count=max(2, setup.known.delay + 1))
+        training.change(plan="ddp")
+        training.plain_steps(count=1)
+    finally:
+        training.teardown()
 
 
 @pytest.mark.nightly

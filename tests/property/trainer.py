@@ -35,10 +35,14 @@ class Report:
     delivered: dict[str, Tensor]
     """The gradients that the optimizers saw in the last step, before clipping; empty where it was skipped."""
     residual: dict[str, Tensor]
+    flying: dict[str, Tensor]
+    """The mean deltas of fragments that were sent and have not taken effect."""
     step: int
     synced: bool
     in_flight: bool
     ledger_bytes: int
+    bytes_of: dict[str, int]
+    """The same by phase."""
     wire_bytes: float
     collectives: int
     ddp_collectives: int
@@ -257,15 +261,18 @@ class Trainer:
         """Say what this worker holds."""
         session = self.session
         assert session is not None
+        saved = session.state_dict()
         return Report(
             {name: p.detach().clone() for name, p in self.net.named_parameters()},
             {name: b.detach().clone() for name, b in self.net.named_buffers()},
             self.delivered,
-            self._residuals(session.state_dict()["state"]),
+            self._residuals(saved["state"]),
+            self._flying(saved["in_flight"]),
             session.step,
             session.synced,
             session.in_flight,
             session.ledger.wire_bytes,
+            {phase: totals.wire_bytes for phase, totals in session.ledger.totals(by="phase").items()},
             self.wire.sent,
             self.wire.collectives,
             self._ddp_sequence() - self._ddp_before,
@@ -274,9 +281,14 @@ class Trainer:
     def _residuals(self, state: Tree) -> dict[str, Tensor]:
         """Return the residuals by parameter, without the loss scale, which those of a DDP model contain."""
         scale = state.get("loss_scale", {}).get("scale", 1.0)
-        found = {name: t / scale for name, t in _residuals(state).items()}
-        pairs = [name for name in found if self.net.get_parameter(name).is_complex()]
-        return found | {name: torch.view_as_complex(found[name]) for name in pairs}
+        return {name: self._as_parameter(name, t / scale) for name, t in _residuals(state).items()}
+
+    def _flying(self, fragments: list[Tree]) -> dict[str, Tensor]:
+        means = {name: t for each in fragments for mean in each["means"] for name, t in mean.items()}
+        return {name: self._as_parameter(name, t) for name, t in means.items()}
+
+    def _as_parameter(self, name: str, t: Tensor) -> Tensor:
+        return torch.view_as_complex(t) if self.net.get_parameter(name).is_complex() else t
 
     def _ddp_sequence(self) -> int:
         group: Any = dist.group.WORLD

@@ -25,9 +25,10 @@ from torch.optim import AdamW
 
 import laconic
 from laconic.tools.compare.reporter import control_group
-from laconic.tools.compare.settings import LAB_OPTIONS, Settings, usable_cores
+from laconic.tools.compare.settings import LAB_OPTIONS, Settings
 from laconic.tools.compare.validating import mean_over, mean_weights
 from laconic.tools.lab.tasks import Task, loss_of, make_task, validation_loss
+from laconic.tools.machine import usable_cores
 
 WARM_UP_STEPS = 20
 LAST_LR_SHARE = 0.1

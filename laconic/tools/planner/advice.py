@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from laconic.tools.compare.units import share
-from laconic.tools.launch.links import rate_text
 from laconic.tools.planner.predict import Prediction
+from laconic.tools.units import rate_text, share
 
 WORTH = 1.05
 """How many times sooner than `ddp()` a plan must reach the same loss to be worth a change."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 from laconic.tools.planner.predict import Prediction
 
 NEEDED = ("plan", "steps", "seconds", "wire_bytes", "talking_seconds", "parameters", "workers")
@@ -50,9 +50,11 @@ def finished_runs(path: Path) -> list[FinishedRun]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise LabError(f"--check {path}: it cannot be read as JSON ({error}).") from error
+        raise UsageError(f"--check {path}: it cannot be read as JSON ({error}).") from error
     if not isinstance(found, list) or not all(isinstance(run, dict) and set(NEEDED) <= set(run) for run in found):
-        raise LabError(f"--check {path}: this is not the result of a run. Give a file that compare --json has written.")
+        raise UsageError(
+            f"--check {path}: this is not the result of a run. Give a file that compare --json has written."
+        )
     return [
         FinishedRun(**{key: run[key] for key in NEEDED}, without_link=bool(run.get("without_link"))) for run in found
     ]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from laconic.tools.compare.units import human_bytes
-from laconic.tools.launch.links import rate_text
 from laconic.tools.planner.collectives import Formula
 from laconic.tools.planner.faults import checkpoint_every_s, slowest_of
 from laconic.tools.planner.front import MEASURED_PARAMETERS, SOURCE
 from laconic.tools.planner.predict import Prediction
 from laconic.tools.planner.sent import Sent
 from laconic.tools.planner.timeline import BACKWARD_SHARE
+from laconic.tools.units import human_bytes, rate_text
 
 SAVED_BYTES = 12
 """Of each parameter, in a checkpoint: weight and Adam's two moments in fp32."""

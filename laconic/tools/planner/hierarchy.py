@@ -8,9 +8,8 @@ from itertools import pairwise
 from math import ceil, sqrt
 from statistics import median
 
-from laconic.tools.compare.units import listed
-from laconic.tools.launch.links import rate_text
 from laconic.tools.planner.probe_data import LinkTiming, Probe
+from laconic.tools.units import listed, rate_text
 
 MUCH_FASTER = 2.0
 """Links inside groups are at least so many times faster than those between them."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
 from laconic.ledger import Ledger
-from laconic.tools.launch.host import host_id
+from laconic.tools.machine import host_id
 
 TIMEOUT_S = 120.0
 TEXT_BYTES = 256

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from laconic.atomic_write import write_atomically
-from laconic.tools.launch.links import rate_text
 from laconic.tools.planner.predict import Prediction
+from laconic.tools.units import rate_text
 
 OCTAVES = range(-40, 41)  # quarters of one
 

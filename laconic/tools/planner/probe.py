@@ -16,8 +16,8 @@ import torch.distributed as dist
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never
 from laconic.plans.text import plan as parse_plan
-from laconic.tools.compare.settings import LabError, check_positive
-from laconic.tools.compare.versions import versions
+from laconic.tools.errors import UsageError, check_positive
+from laconic.tools.machine import versions
 from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.meter import Meter, devices
 from laconic.tools.planner.probe_compute import time_codec, time_copy, time_step
@@ -52,14 +52,14 @@ class ProbeOptions:
             parse_plan(text)
         for size in self.groups:
             if size < 2 or workers % size:
-                raise LabError(
+                raise UsageError(
                     f"--groups {size}: {workers} workers cannot be divided into groups of {size}. "
                     f"Choose a size from 2 on that divides {workers}."
                 )
         if self.device not in ("auto", "cpu", "cuda"):
-            raise LabError(f"--device {self.device}: use cpu or cuda, or leave it out for cuda where there is one.")
+            raise UsageError(f"--device {self.device}: use cpu or cuda, or leave it out for cuda where there is one.")
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise LabError("--device cuda: torch finds no CUDA device here. Leave it out, or install torch for CUDA.")
+            raise UsageError("--device cuda: torch finds no CUDA device here. Leave it out, or install torch for CUDA.")
 
 
 class _Stages:
@@ -148,6 +148,6 @@ def _plans(options: ProbeOptions, tensors: int) -> list[Plan]:
         try:
             plan.check_fragments(tensors)
         except ValueError as error:
-            raise LabError(f"--plan {error}") from None
+            raise UsageError(f"--plan {error}") from None
     chosen = [*(plan for plan in front if plan.schedule.fragments <= tensors), *asked]
     return [plan for plan in dict.fromkeys(chosen) if not isinstance(plan.schedule, Never)]

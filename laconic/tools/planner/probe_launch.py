@@ -8,73 +8,32 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from threading import Event, Thread
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-from laconic.tools.compare.settings import Script, path_option
-from laconic.tools.launch.failures import WorkerError, keep_logs, killed_by, last_error, last_traceback, read_log
+from laconic.tools.compare.running import launch
+from laconic.tools.compare.settings import Script
+from laconic.tools.launch.failures import WorkerError
 from laconic.tools.launch.folders import run_folder
-from laconic.tools.launch.launch import Network, environment, launch, run_elastic
-from laconic.tools.launch.slow_link import PROGRAM
+from laconic.tools.launch.tail import following
+from laconic.tools.launch.workers import Network, python, run_workers
 from laconic.tools.planner.decode import decode
 from laconic.tools.planner.probe import ProbeOptions, Show, process_group, run_probe
 from laconic.tools.planner.probe_data import Probe, StepTiming
 
-READ_EVERY_S = 0.1
+PROGRESS = "progress.jsonl"
 STEPS, STEPS_S, WARM_UP_STEPS = 60, 15.0, 3
 """Of a script: how many steps it is asked for, in how many seconds, and how many do not count."""
 
 
 def launch_probe(options: ProbeOptions, workers: int, network: Network, show: Show) -> Probe:
     """Start workers, and return what they have measured."""
-    hosts = json.dumps(None if network.slow is None else asdict(network.slow.hosts))
     with run_folder() as folder:
         (folder / "options.json").write_text(json.dumps(asdict(options)))
-        command = (str(PROGRAM), "enter", hosts, sys.executable, *path_option(), "-m", __name__, str(folder))
-        try:
-            with environment({}, workers, hosts=network.slow is not None), _following(folder / "progress.json", show):
-                run_elastic(workers, folder, network.port, sys.executable, *command)
-        except ChildFailedError as error:
-            worker, failure = error.get_first_failure()
-            raise _worker_error(folder, worker, workers, failure.exitcode) from None
+        with following([folder / PROGRESS], lambda line: show(*json.loads(line))):
+            run_workers(python("-m", __name__, str(folder)), workers, folder, network, title="the probe")
         return Probe.read(folder / "probe.json")
-
-
-def _worker_error(folder: Path, worker: int, workers: int, code: int) -> WorkerError:
-    log = read_log(folder, worker)
-    return WorkerError(
-        f"worker {worker} of {workers} of the probe failed: {last_error(log) or killed_by(code)}"
-        + "".join(f"\n  {line}" for line in last_traceback(log))
-        + f"\nThe output of all workers is in {keep_logs(folder, workers)}."
-    )
-
-
-@contextmanager
-def _following(path: Path, show: Show) -> Iterator[None]:
-    """Show the progress that worker 0 writes to a file, while the block runs."""
-    done = Event()
-
-    def follow() -> None:
-        seen = ""
-        while not done.wait(READ_EVERY_S):
-            text = path.read_text() if path.exists() else ""
-            if text != seen:
-                seen = text
-                show(*json.loads(text))
-
-    thread = Thread(target=follow, name="laconic-probe", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def script_step(script: Script, network: Network) -> StepTiming:
@@ -91,20 +50,12 @@ def script_step(script: Script, network: Network) -> StepTiming:
     return StepTiming(found)
 
 
-def _write(path: Path) -> Callable[[float, str], None]:
-    def show(done: float, text: str) -> None:
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps([done, text]))
-        new.replace(path)
-
-    return show
-
-
 def _main(folder: Path) -> None:
     options = decode(ProbeOptions, json.loads((folder / "options.json").read_text()))
     with process_group(options.device):
         first = os.environ["RANK"] == "0"
-        probe = run_probe(options, _write(folder / "progress.json") if first else lambda done, text: None)
+        with (folder / PROGRESS if first else Path(os.devnull)).open("w", buffering=1) as progress:
+            probe = run_probe(options, lambda done, text: print(json.dumps([done, text]), file=progress))
         if first:
             probe.write(folder / "probe.json")
 

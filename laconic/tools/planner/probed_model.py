@@ -12,7 +12,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 from laconic.tools.lab.script import parse
 from laconic.tools.lab.tasks import loss_of, make_task
 from laconic.tools.planner.probe_data import ModelShapes
@@ -62,10 +62,10 @@ def _users_model(name: str, device: torch.device) -> ProbedModel:
     try:
         factory = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise LabError(f"--model {name}: {error}. Write module:function. {RULE}.") from error
+        raise UsageError(f"--model {name}: {error}. Write module:function. {RULE}.") from error
     with torch.device(device):
         made = factory()
     model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module) or not (loss is None or callable(loss)):
-        raise LabError(f"--model {name}: it returned {type(made).__name__}. {RULE}.")
+        raise UsageError(f"--model {name}: it returned {type(made).__name__}. {RULE}.")
     return ProbedModel(name, model.to(device), loss)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from laconic.codecs.packing import in_buckets
 from laconic.cost import meta
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 from laconic.tools.planner.users_function import users_function
 
 _SCALE = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
@@ -86,14 +86,16 @@ def from_module(place: str) -> Shapes:
     """Build `module:function()` on the meta device, and take its trained parameters."""
     path, colon, name = place.partition(":")
     if not colon or not path or not name:
-        raise LabError(f"--model {place}: write module:function, such as train:make_model.")
+        raise UsageError(f"--model {place}: write module:function, such as train:make_model.")
     try:
         with users_function(place) as make, torch.device("meta"):
             model = make()
     except Exception as error:
-        raise LabError(f"--model {place}: {type(error).__name__}: {error}. It is called without arguments.") from error
+        raise UsageError(
+            f"--model {place}: {type(error).__name__}: {error}. It is called without arguments."
+        ) from error
     if not isinstance(model, nn.Module):
-        raise LabError(f"--model {place}: it returned {type(model).__name__}, and must return an nn.Module.")
+        raise UsageError(f"--model {place}: it returned {type(model).__name__}, and must return an nn.Module.")
     return Shapes(meta(model))
 
 
@@ -102,10 +104,10 @@ def from_file(path: Path) -> Shapes:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise LabError(f"--shapes {path}: it cannot be read as JSON ({error}).") from error
+        raise UsageError(f"--shapes {path}: it cannot be read as JSON ({error}).") from error
     sizes = list(found.values()) if isinstance(found, dict) else [None]
     if not all(isinstance(size, list) and all(isinstance(n, int) and n >= 0 for n in size) for size in sizes):
-        raise LabError(f'--shapes {path}: write names and shapes, such as {{"layer.weight": [512, 512]}}.')
+        raise UsageError(f'--shapes {path}: write names and shapes, such as {{"layer.weight": [512, 512]}}.')
     return Shapes(meta({name: tuple(size) for name, size in found.items()}))
 
 
@@ -118,5 +120,5 @@ def count_of(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMbBgGtT]?)", text.strip())
     number = float(match[1]) * _SCALE[match[2].lower()] if match else 0.0
     if number < 1:
-        raise LabError(f"--parameters {text}: write a number of at least 1, such as 30846720, 350M or 1.5B.")
+        raise UsageError(f"--parameters {text}: write a number of at least 1, such as 30846720, 350M or 1.5B.")
     return round(number)

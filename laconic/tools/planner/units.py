@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
@@ -32,7 +32,7 @@ def _read(text: str, option: str, units: dict[str, float], what: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]+)", text.strip())
     found = float(match[1]) * units.get(match[2], 0.0) if match else 0.0
     if found <= 0:
-        raise LabError(f"{option} {text}: write {what}.")
+        raise UsageError(f"{option} {text}: write {what}.")
     return found
 
 
@@ -47,5 +47,5 @@ def shares_of(text: str, option: str) -> list[float]:
     except ValueError:
         found = [0.0]
     if not all(0 < share < 1 for share in found):
-        raise LabError(f"{option} {text}: write percentages between 0 and 100, such as 50,80,95.")
+        raise UsageError(f"{option} {text}: write percentages between 0 and 100, such as 50,80,95.")
     return found

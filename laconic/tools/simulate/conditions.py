@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 from laconic.tools.planner.collectives import NetworkTimes
 from laconic.values import is_number
 
@@ -42,9 +42,9 @@ class Conditions:
 
     def __post_init__(self) -> None:
         if not is_number(self.step_s) or self.step_s <= 0:
-            raise LabError(f"--step {self.step_s:g}s: a step takes more than 0 seconds. Write --step 50ms.")
+            raise UsageError(f"--step {self.step_s:g}s: a step takes more than 0 seconds. Write --step 50ms.")
         if not is_number(self.jitter) or self.jitter < 0:
-            raise LabError(f"--jitter {self.jitter:g}: it must not be negative. Write --jitter 0.1 for 10 %.")
+            raise UsageError(f"--jitter {self.jitter:g}: it must not be negative. Write --jitter 0.1 for 10 %.")
 
     def collective_s(self, op: str, payload_bytes: float, workers: int) -> float:
         """Return the seconds of a collective among `workers` neighbours."""
@@ -61,7 +61,7 @@ def stragglers_of(text: str | None, workers: int) -> Stragglers:
         return Stragglers()
     match = re.fullmatch(r"(\d+)\s*@\s*(\d+(?:\.\d+)?)x?", text.strip())
     if match is None or int(match[1]) > workers or float(match[2]) < 1:
-        raise LabError(
+        raise UsageError(
             f"--stragglers {text}: write how many of the {workers} workers are slower, and how many times, at least 1, "
             "such as 2@1.5x."
         )
@@ -77,7 +77,7 @@ def failures_of(texts: list[str], workers: int, steps: int) -> tuple[Failure, ..
     found = tuple(_failure(text, workers, steps) for text in texts)
     lost = {each.worker for each in found}
     if len(lost) < len(found) or len(lost) == workers:
-        raise LabError(
+        raise UsageError(
             f"--fail {' --fail '.join(texts)}: each worker can be lost once, and one of the {workers} must stay."
         )
     return found
@@ -86,7 +86,7 @@ def failures_of(texts: list[str], workers: int, steps: int) -> tuple[Failure, ..
 def _failure(text: str, workers: int, steps: int) -> Failure:
     match = re.fullmatch(r"(\d+)\s*@\s*(\d+)", text.strip())
     if match is None or int(match[1]) >= workers or not 1 <= int(match[2]) <= steps:
-        raise LabError(
+        raise UsageError(
             f"--fail {text}: write a worker from 0 to {workers - 1} and a step from 1 to {steps}, such as 5@30: worker "
             "5 is lost when step 30 begins."
         )

@@ -10,7 +10,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from laconic.tools.compare.settings import LabError, Settings
+from laconic.tools.compare.settings import Settings
+from laconic.tools.errors import UsageError
 from laconic.tools.lab.tasks import Task, loss_of, make_task, validation_loss
 from laconic.tools.planner.users_function import users_function
 
@@ -49,7 +50,7 @@ def user_task(place: str, seed: int) -> SimulatedTask:
         with users_function(place) as make:
             made = make()
     except Exception as error:
-        raise LabError(f"--model {place}: {type(error).__name__}: {error}. {rule}") from error
+        raise UsageError(f"--model {place}: {type(error).__name__}: {error}. {rule}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-        raise LabError(f"--model {place}: it returned {type(made).__name__}. {rule}")
+        raise UsageError(f"--model {place}: it returned {type(made).__name__}. {rule}")
     return SimulatedTask(*made)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from laconic import Plan, ddp
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import Link
 from laconic.tools.planner.collectives import Formula
 from laconic.tools.planner.predict import Prediction, Scenario
@@ -68,7 +68,7 @@ class TimeOnly:
         self._prediction = Prediction(plan, scenario)
         self._warm_up = Prediction(ddp(), scenario) if plan.schedule.start > 1 else self._prediction
         for size in {each.workers for each in self._prediction.sent if workers % each.workers}:
-            raise LabError(
+            raise UsageError(
                 f"{plan!r}: it has groups of {size}, and {workers} workers cannot be divided so. Choose a --workers "
                 f"that {size} divides."
             )
@@ -158,7 +158,7 @@ class TimeOnly:
                 return
             self._faults += 1
             yield until_s + self._restart_s
-        raise LabError(
+        raise UsageError(
             f"--mtbf: a fault comes every {mtbf_s:.3g} s, and a round takes {round_s:.3g} s: none is ever done. Use a "
             "shorter period, or fewer workers."
         )

@@ -26,8 +26,8 @@ from laconic import Ledger, LostWorkerError, Plan, Session, attach
 from laconic.comm.in_process import InProcessGroup, Meetings, Members
 from laconic.comm.ring import ring_sum
 from laconic.plans.schedules import Never, Streaming
-from laconic.tools.compare.settings import usable_cores
 from laconic.tools.lab.script import lr_share
+from laconic.tools.machine import usable_cores
 from laconic.tools.simulate.clock import VirtualClock
 from laconic.tools.simulate.conditions import Conditions, Failure
 from laconic.tools.simulate.tasks import SimulatedTask

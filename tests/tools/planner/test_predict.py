@@ -7,7 +7,7 @@ import json
 import pytest
 
 import laconic
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import link
 from laconic.tools.planner.advice import advice
 from laconic.tools.planner.checking import finished_runs, terms
@@ -140,13 +140,13 @@ def test_shapes(tmp_path):
     file.write_text(json.dumps({"a": [2, 3], "b": [4]}))
     assert from_file(file).parameters == 10
     file.write_text('{"a": "2x3"}')
-    with pytest.raises(LabError, match=r"write names and shapes, such as \{"):
+    with pytest.raises(UsageError, match=r"write names and shapes, such as \{"):
         from_file(file)
     for bad in ("nowhere", "no.such:thing", "laconic:ddp"):
-        with pytest.raises(LabError, match=f"--model {bad}"):
+        with pytest.raises(UsageError, match=f"--model {bad}"):
             from_module(bad)
     for bad in ("", "many", "0", "-1B", "1Q"):
-        with pytest.raises(LabError, match="--parameters"):
+        with pytest.raises(UsageError, match="--parameters"):
             count_of(bad)
 
 
@@ -166,7 +166,7 @@ def test_a_finished_run_is_compared_term_by_term(tmp_path):
     assert talking.error == pytest.approx(0.48 / 0.5 - 1)
     assert step.error == pytest.approx(0.58 / 0.6 - 1)
     file.write_text('[{"plan": "ddp()"}]')
-    with pytest.raises(LabError, match="not the result of a run"):
+    with pytest.raises(UsageError, match="not the result of a run"):
         finished_runs(file)
 
 

@@ -9,7 +9,7 @@ import laconic
 from laconic.codecs import Codec
 from laconic.cost import routed
 from laconic.exchange import State, all_finite
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 from laconic.tools.planner.meter import Meter
 from laconic.tools.planner.probe import ProbeOptions, run_probe
 from laconic.tools.planner.probe_compute import own_seconds
@@ -132,5 +132,5 @@ def test_sizes_are_six_whatever_the_limit():
     ],
 )
 def test_mistakes(options, words):
-    with pytest.raises((LabError, laconic.PlanError), match=words):
+    with pytest.raises((UsageError, laconic.PlanError), match=words):
         options.check(workers=4)

@@ -87,7 +87,7 @@ class TestAsRoot:
     [
         (["--groups", "3"], "--groups 3: 4 workers cannot be divided into groups of 3."),
         (["--hosts", "4"], "--hosts 4: hosts are connected by a link."),
-        (["--link", "fast"], "--link 'fast': 'fast' is not a rate."),
+        (["--link", "fast"], "--link fast: write a rate"),
         (["--model", "bert"], "--model bert: the lab has gpt and resnet."),
         (["--plan", "dpp()"], "dpp"),
         (["--out", "."], "--out .: that is a folder."),

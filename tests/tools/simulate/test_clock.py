@@ -8,7 +8,8 @@ import torch
 import laconic
 from laconic.comm.in_process import Collective
 from laconic.cost import meta
-from laconic.tools.compare.settings import LabError, Settings
+from laconic.tools.compare.settings import Settings
+from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import link
 from laconic.tools.planner.collectives import Formula
 from laconic.tools.planner.predict import Prediction, Scenario
@@ -110,12 +111,12 @@ def test_faults_lose_rounds():
     rounds_s = (torch.tensor(0.5).exp().item() - 1) * (20 + 5)
     assert outcome.seconds / 200 == pytest.approx(rounds_s, rel=0.15)
     assert outcome.use.computing == pytest.approx(10 / rounds_s, rel=0.15)
-    with pytest.raises(LabError, match="none is ever done"):
+    with pytest.raises(UsageError, match="none is ever done"):
         TimeOnly(laconic.plan("diloco(period=100)"), shapes, 4, Conditions(1.0), mtbf_s=2.0).run(100)
 
 
 def test_groups_must_divide_the_workers():
-    with pytest.raises(LabError, match="groups of 4, and 6 workers"):
+    with pytest.raises(UsageError, match="groups of 4, and 6 workers"):
         TimeOnly(laconic.plan("post_local_sgd(period=2, group=4)"), from_count(1000), 6, Conditions(1.0))
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from laconic.cli.main import app
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 
 SMALL = ("--steps", "4", "--layers", "1", "--width", "16", "--heads", "2", "--context", "8", "--batch", "1")
 
@@ -60,9 +60,9 @@ def test_a_function_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     run = json.loads(_run("--model", "mine:make", "--workers", "3", "--steps", "5", "--json"))["runs"][0]
     assert run["parameters"] == 8 and run["validation_loss"] is None and len(run["curve"]) == 5
-    with pytest.raises(LabError, match=r"mine:wrong: it returned Linear\. .* returns \(model, loss\)"):
+    with pytest.raises(UsageError, match=r"mine:wrong: it returned Linear\. .* returns \(model, loss\)"):
         _run("--model", "mine:wrong")
-    with pytest.raises(LabError, match="mine:missing: AttributeError"):
+    with pytest.raises(UsageError, match="mine:missing: AttributeError"):
         _run("--model", "mine:missing")
 
 
@@ -79,7 +79,7 @@ def test_a_function_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_mistakes(arguments, message):
-    with pytest.raises(LabError, match=message):
+    with pytest.raises(UsageError, match=message):
         _run(*arguments)
 
 

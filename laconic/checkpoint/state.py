@@ -1,4 +1,4 @@
-"""Split a nested state into a JSON skeleton and a flat dict of tensors, and join them again.
+"""A nested state as a JSON skeleton and a flat dict of tensors, and the two joined again.
 
 Lists, strings, finite numbers, bools and None are themselves. Everything else is an object with one key, its kind:
 
@@ -10,22 +10,15 @@ Keys are strings or, as in optimizers, ints. They name tensors inside a file and
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laconic.values import is_whole
-
 MAX_DEPTH = 64
 _ALLOWED = "Save dicts, lists, tuples, tensors, strings, numbers, bools and None."
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or is damaged."""
 
 
 def _named(names: str) -> dict[str, torch.dtype]:
@@ -33,11 +26,12 @@ def _named(names: str) -> dict[str, torch.dtype]:
 
 
 NATIVE_DTYPES = _named(
-    "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool float8_e4m3fn float8_e5m2"
+    "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool complex64 "
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
 )
-"""Dtypes that every reader of safetensors knows."""
+"""Dtypes that safetensors holds."""
 
-AS_BYTES = _named("complex32 complex64 complex128 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2")
+AS_BYTES = _named("complex32 complex128 float4_e2m1fn_x2")
 """Dtypes that are stored as uint8."""
 
 
@@ -56,20 +50,19 @@ def as_bytes(t: Tensor) -> Tensor:
     return dense(t).as_strided((t.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
-def memory_of(t: Tensor) -> memoryview:
-    """Return the bytes of a tensor on the CPU: its own memory if it is contiguous there, and kept alive.
-
-    torch would refuse to resize a tensor, as FSDP does, for good after `t.numpy()`.
-    """
-    data = as_bytes(t)
-    array = (ctypes.c_ubyte * data.numel()).from_address(data.data_ptr())
-    array.owner = data  # type: ignore[attr-defined]
-    return memoryview(array).cast("B")
-
-
-def snapshot(t: Tensor) -> Tensor:
+def copy_to_host(t: Tensor) -> Tensor:
     """Copy a tensor to the CPU, contiguous, so that training can change the original."""
     return t.detach().resolve_conj().resolve_neg().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def describe(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Return the dtype and shape of each tensor of `flatten`, for JSON."""
+    return {name: [dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()}
+
+
+def allocate(described: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
+    """Make tensors of zeros from what `describe` returned."""
+    return {name: torch.zeros(shape, dtype=NATIVE_DTYPES[dtype]) for name, (dtype, shape) in described.items()}
 
 
 def flatten(state: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -123,44 +116,29 @@ def _shown(path: tuple[str | int, ...]) -> str:
     return "state" + "".join(f"[{key!r}]" for key in path)
 
 
-def unflatten(skeleton: Any, read: Callable[[str], Tensor], depth: int = 0) -> Any:
-    """Return the state of a skeleton that may be hostile; `read` returns the tensor of a name.
+def unflatten(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the state of a skeleton and its tensors by name. Nothing in a skeleton can run.
 
-    >>> unflatten({"dict": [["lr", 0.1], ["betas", {"tuple": [0.9, 0.999]}]]}, read=lambda name: torch.zeros(2))
+    A skeleton that `flatten` did not make is a ValueError, KeyError, TypeError or RuntimeError.
+
+    >>> unflatten({"dict": [["lr", 0.1], ["betas", {"tuple": [0.9, 0.999]}]]}, tensors={})
     {'lr': 0.1, 'betas': (0.9, 0.999)}
     """
-    if depth > MAX_DEPTH:
-        raise CheckpointError(f"it is nested more than {MAX_DEPTH} deep.")
     if isinstance(skeleton, list):
-        return [unflatten(item, read, depth + 1) for item in skeleton]
+        return [unflatten(item, tensors) for item in skeleton]
     if not isinstance(skeleton, dict):
         return skeleton
-    match list(skeleton.items()):
-        case [("dict", list(pairs))]:
-            return _unflatten_dict(pairs, read, depth)
-        case [("tuple", list(items))]:
-            return tuple(unflatten(items, read, depth))
-        case [("tensor", str(name))]:
-            return read(name)
-        case [("bytes", [str(name), str(dtype), list(shape)])] if dtype in AS_BYTES:
-            return _from_bytes(read(name), AS_BYTES[dtype], shape)
-        case [("float", "nan" | "inf" | "-inf" as text)]:
-            return float(text)
-    raise CheckpointError(f"it has an object of unknown kind: {str(skeleton)[:80]}.")
-
-
-def _unflatten_dict(pairs: list[Any], read: Callable[[str], Tensor], depth: int) -> dict[str | int, Any]:
-    result: dict[str | int, Any] = {}
-    for pair in pairs:
-        match pair:
-            case [str() | int() as key, item] if type(key) is not bool and key not in result:
-                result[key] = unflatten(item, read, depth + 1)
-            case _:
-                raise CheckpointError("it has a dict whose keys are not strings or ints, each once.")
-    return result
-
-
-def _from_bytes(data: Tensor, dtype: torch.dtype, shape: list[Any]) -> Tensor:
-    if data.dtype is not torch.uint8 or not all(is_whole(size, 0) for size in shape):
-        raise CheckpointError(f"it has a tensor of {dtype} and shape {str(shape)[:80]} that its bytes do not fit.")
-    return data.view(dtype).view(shape)
+    ((kind, value),) = skeleton.items()
+    match kind:
+        case "dict":
+            return {key: unflatten(item, tensors) for key, item in value}
+        case "tuple":
+            return tuple(unflatten(item, tensors) for item in value)
+        case "tensor":
+            return tensors[value]
+        case "bytes":
+            name, dtype, shape = value
+            return tensors[name].view(AS_BYTES[dtype]).view(shape)
+        case "float":
+            return float(value)
+    raise ValueError(f"a value of the unknown kind {kind!r}")

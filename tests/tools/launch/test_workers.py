@@ -1,11 +1,9 @@
 """Workers in real processes: failures are named, and no process is left behind."""
 
-import gc
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,17 +13,11 @@ from pathlib import Path
 import pytest
 
 from laconic.session.observers import VARIABLE
-from laconic.tools.compare.settings import LabError, Script, Settings
-from laconic.tools.launch.failures import SHOWN_LINES, WorkerError, last_error, last_traceback
-from laconic.tools.launch.launch import (
-    REPORTER,
-    Stopped,
-    check_port,
-    environment,
-    launch,
-    report_variables,
-    stoppable,
-)
+from laconic.tools.compare.running import REPORTER, launch, report_variables
+from laconic.tools.compare.settings import Script, Settings
+from laconic.tools.errors import UsageError
+from laconic.tools.launch.failures import SHOWN_LINES, WorkerError, last_error, last_traceback, reason
+from laconic.tools.launch.workers import Stopped, stoppable, worker_environ
 from tests.tools.launch.processes import descendants, eventually, running
 
 ROOT = Path(__file__).parents[2]
@@ -33,17 +25,6 @@ TINY = Settings(plan="ddp()", workers=2, steps=3, layers=1, width=16, heads=1, c
 LONG = ["train", "--workers", "2", "--steps", "100000", "--layers", "1", "--width", "16", "--heads", "1"]
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc to find processes")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _collect_log_files() -> Iterator[None]:
-    """Torch's launcher leaves the log files of a command to the garbage collector: let it run while we ignore that."""
-    yield
-    gc.collect()
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +60,7 @@ def test_a_run_ends_with_an_outcome_and_no_processes(tmp_path):
     assert outcome.wire_bytes_by_worker == (outcome.wire_bytes,) * 2
     assert outcome.waiting_seconds is not None
     assert descendants(os.getpid()) <= before
-    assert {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": ""} == {
-        **environ,
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "",
-    }
+    assert dict(os.environ) == environ
 
 
 @pytest.mark.slow
@@ -197,7 +175,7 @@ def test_a_script_that_is_killed(script, tmp_path):
 
 def test_a_script_that_does_not_report(script, tmp_path):
     script.write_text("print('trained')")
-    with pytest.raises(LabError, match=r"it ended without a report from every worker. .*session.report\(loss=...\)"):
+    with pytest.raises(UsageError, match=r"it ended without a report from every worker. .*session.report\(loss=...\)"):
         launch(Script("ddp()", script, workers=2), tmp_path)
 
 
@@ -211,22 +189,36 @@ def test_a_script_that_chooses_its_own_plan(script, tmp_path):
     )
     ran = r"power_sgd\(rank=2, bits=None, rounds='alternating'\) and ran ddp\(\)"
     words = rf"it was started with plan {ran}. Attach laconic.plan_from_env"
-    with pytest.raises(LabError, match=words):
+    with pytest.raises(UsageError, match=words):
         launch(Script("power_sgd(rank=2, bits=None, rounds='alternating')", script, workers=1), tmp_path)
 
 
-def test_the_last_error_of_a_log():
-    traceback = "Traceback (most recent call last):\n  File 'x', line 1\n"
-    assert last_error(traceback + "KeyError: 'a'\nException ignored in: <f>\n") == "KeyError: 'a'"
-    assert last_error(traceback + "laconic.errors.DesyncError: it\n  is late.") == "DesyncError: it is late."
-    assert last_error("some/file.py:3: UserWarning: slow") == ""
+def test_the_reason_is_the_last_error_of_a_log():
+    traceback = ["Traceback (most recent call last):", "  File 'x', line 1"]
+    assert reason(1, [*traceback, "KeyError: 'a'", "Exception ignored in: <f>"]) == "KeyError: 'a'"
+    late = [*traceback, "laconic.errors.DesyncError: it", "  is late."]
+    assert reason(1, late) == "DesyncError: it is late."
+    assert reason(-9, late) == "killed by SIGKILL; its last line: DesyncError: it is late."
+    assert last_error(["some/file.py:3: UserWarning: slow"]) == []
+
+
+def test_a_warning_is_not_the_reason():
+    cpp = "[W1116 17:05:01.5 socket.cpp:462] [c10d] waitForInput: poll failed"
+    warnings = ["train.py:3: UserWarning: slow", "  warnings.warn('slow')", cpp]
+    assert reason(1, ["Traceback (most recent call last):", "KeyError: 'a'", *warnings]) == "KeyError: 'a'"
+    aborted = ["terminate called after throwing an instance of 'E'", "  what():  closed by peer"]
+    assert reason(-6, [*aborted, *warnings]) == "killed by SIGABRT; its last line: what():  closed by peer"
+    assert reason(3, ["no more data", *warnings]) == "no more data"
+    assert reason(-9, warnings[:1]).endswith("UserWarning: slow")
+    assert reason(3, []) == "it exited with code 3"
 
 
 def test_a_long_traceback_is_shortened():
-    lines = last_traceback("Traceback (most recent call last):\n" + "  f()\n" * 99 + "KeyError: 'a'\n  more\nlater")
+    start = "Traceback (most recent call last):"
+    lines = last_traceback([start, *["  f()"] * 99, "KeyError: 'a'", "  more", "later"])
     assert len(lines) == SHOWN_LINES
-    assert lines[:2] == ["Traceback (most recent call last):", "  ..."] and lines[-2:] == ["KeyError: 'a'", "  more"]
-    assert last_traceback("KeyError: 'a'") == []
+    assert lines[:2] == [start, "  ..."] and lines[-2:] == ["KeyError: 'a'", "  more"]
+    assert last_traceback(["KeyError: 'a'"]) == []
 
 
 def test_observers_of_the_user_stay(tmp_path, monkeypatch):
@@ -239,25 +231,12 @@ def test_observers_of_the_user_stay(tmp_path, monkeypatch):
 def test_the_environment_of_workers(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    before = dict(os.environ)
-    with environment({"A_VARIABLE": "1"}, workers=1000):
-        assert {name: os.environ[name] for name in ("A_VARIABLE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")} == {
-            "A_VARIABLE": "1",
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "mine",
-        }
-    assert dict(os.environ) == before
-
-
-def test_a_port_in_use():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(LabError, match=rf"--port {port}: workers cannot meet there .* leave out --port"):
-            check_port(port)
-    with pytest.raises(LabError, match="--port 70000: a port is between 1 and 65535"):
-        check_port(70000)
+    environ = worker_environ(1, 1000, port=1234)
+    wanted = {"RANK": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "mine", "MASTER_PORT": "1234"}
+    assert wanted.items() <= environ.items()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert worker_environ(1, 2, port=1234)["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert "GLOO_SOCKET_IFNAME" not in worker_environ(1, 2, port=None)  # of the host that it enters
 
 
 def signalled_twice() -> None:
