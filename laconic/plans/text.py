@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from inspect import signature
 
-from laconic.codecs import Batched, ByName, ByShape, Cast, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
+from laconic.codecs import ByName, ByShape, Cast, ErrorFeedback, Exact, LowRank, Quantized, TopK
 from laconic.plans.auto import auto
 from laconic.plans.methods import (
     alone,
@@ -68,9 +68,9 @@ def _sparse_arguments(plan: Plan) -> dict[str, object] | None:
 
 def _frugal_arguments(plan: Plan) -> dict[str, object] | None:
     codec = plan.codec.codec if isinstance(plan.codec, ErrorFeedback) else None
-    if not isinstance(plan.schedule, Streaming) or not isinstance(codec, Quantized | Sign):
+    if not isinstance(plan.schedule, Streaming) or not isinstance(codec, Quantized):
         return None
-    each = 15 if isinstance(codec, Quantized) else 31
+    each = 31 if codec.bits == 1 else 15
     return {"bytes": f"{each * plan.schedule.period}x", "start": plan.schedule.start, "delay": plan.schedule.delay}
 
 
@@ -116,8 +116,8 @@ _VOCABULARY: dict[str, Callable[..., object]] = {
     **{name: method for name, (method, _) in _METHODS.items()},
     **{kind.__name__: kind for kind in (Plan, Every, Never, PostLocal, Nested, Quadratic, Streaming)},
     **{kind.__name__: kind for kind in (Adopt, Nesterov, Optim, World, Groups)},
-    **{kind.__name__: kind for kind in (Exact, Cast, LowRank, Quantized, TopK, Sign)},
-    **{kind.__name__: kind for kind in (ErrorFeedback, ByShape, ByName, Batched)},
+    **{kind.__name__: kind for kind in (Exact, Cast, LowRank, Quantized, TopK)},
+    **{kind.__name__: kind for kind in (ErrorFeedback, ByShape, ByName)},
 }
 _ALWAYS_SHOWN = ("rank", "bits", "period", "fragments", "bytes")
 

@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from laconic.codecs.contract import wide_dtype
 from laconic.comm.averaging import write
+from laconic.packing import wide_dtype
 from laconic.plans.outer import Outer
 from laconic.session.model_state import ModelState
 

@@ -13,10 +13,10 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from laconic.codecs.packing import bucketed, pack, unpack
 from laconic.comm.averaging import write
 from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Exchange, First, all_finite
+from laconic.packing import bucketed, pack, unpack
 from laconic.session.model_state import ModelState, clean
 
 logger = logging.getLogger(__name__)

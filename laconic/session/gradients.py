@@ -12,10 +12,10 @@ from laconic.checks.finite import NonFiniteCheck
 from laconic.checks.headers import Headers
 from laconic.codecs import Codec, Exact
 from laconic.codecs.feedback import has_feedback
+from laconic.codecs.routing import routed
 from laconic.comm.averaging import write, written
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
-from laconic.cost import routed
 from laconic.exchange import Averaged, Exchange, State
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from laconic.checks.agreement import Facts, parameter_facts
 from laconic.checks.divergence import differences
-from laconic.codecs.packing import bucketed, pack, unpack
 from laconic.comm.averaging import write
 from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Exchange, First, State
+from laconic.packing import bucketed, pack, unpack
 from laconic.session.carry_over import carry_gradients
 from laconic.torch_private.modules import tensors_of
 

@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from laconic.checks.finite import NonFinite, scale_without
 from laconic.checks.headers import exchange_headers
 from laconic.codecs import Codec, Exact
-from laconic.codecs.packing import bucketed, in_buckets, in_parts
 from laconic.comm.averaging import average_in_place, write
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Averaged, Exchange, all_finite, by_itself
+from laconic.packing import bucketed, in_buckets, in_parts
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync
 from laconic.session.anchor import Anchor, Anchors

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from laconic import alone, attach
-from laconic.codecs.packing import bucketed, in_parts, pack, unpack
+from laconic.codecs.routing import routed
 from laconic.comm.averaging import write
-from laconic.cost import routed
 from laconic.exchange import AllToAll, Averaged, Decide, Exchange, Gather, Request, State, drive
+from laconic.packing import bucketed, in_parts, pack, unpack
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Streaming
 from laconic.tools.planner.meter import Meter

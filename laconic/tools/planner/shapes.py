@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from laconic.codecs.packing import in_buckets
 from laconic.cost import meta
+from laconic.packing import in_buckets
 from laconic.tools.errors import UsageError
 from laconic.tools.planner.users_function import users_function
 
