@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from inspect import Parameter, signature
 from typing import Any
 
-from laconic.codecs import Batched, ByName, ByShape, Cast, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
+from laconic.codecs import ByName, ByShape, Cast, ErrorFeedback, Exact, LowRank, Quantized, TopK
 from laconic.errors import PlanError
 from laconic.plans.methods import (
     alone,
@@ -44,8 +44,8 @@ _VOCABULARY: dict[str, Callable[..., object]] = {
     **_METHODS,
     **{kind.__name__: kind for kind in (Plan, Every, Never, Nested, Quadratic, Streaming)},
     **{kind.__name__: kind for kind in (Nesterov, Optim, World, Groups)},
-    **{kind.__name__: kind for kind in (Exact, Cast, LowRank, Quantized, TopK, Sign)},
-    **{kind.__name__: kind for kind in (ErrorFeedback, ByShape, ByName, Batched)},
+    **{kind.__name__: kind for kind in (Exact, Cast, LowRank, Quantized, TopK)},
+    **{kind.__name__: kind for kind in (ErrorFeedback, ByShape, ByName)},
 }
 """What a text may call."""
 _ALWAYS_SHOWN = ("rank", "bits", "period", "fragments", "bytes")
