@@ -29,7 +29,7 @@ nightly: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench.py
 
-# With the real Lightning, Accelerate, transformers, Ray and loggers, in an environment of their own.
+# With the real Lightning, Accelerate, transformers, Ray and the tools of docs/metrics.md, in an environment of their own.
 frameworks: $(FRAMEWORKS)/.laconic-installed
 	$(FRAMEWORKS)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m frameworks -o filterwarnings=default tests/integrations
 

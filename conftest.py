@@ -14,11 +14,6 @@ _NEED = {
     "accelerate": ["laconic/integrations/accelerate.py", "tests/integrations/test_accelerate*"],
     "transformers": ["laconic/integrations/transformers.py", "tests/integrations/test_transformers*"],
     "ray": ["tests/integrations/test_ray.py", "tests/integrations/ray_plans.py"],
-    "tensorboard": ["laconic/integrations/tensorboard.py", "tests/integrations/*loggers*"],
-    "wandb": ["laconic/integrations/wandb.py"],
-    "mlflow": ["laconic/integrations/mlflow.py"],
-    "prometheus_client": ["laconic/integrations/prometheus.py"],
-    "opentelemetry": ["laconic/integrations/opentelemetry.py"],
 }
 """The files that need a package which may not be installed."""
 collect_ignore_glob = [

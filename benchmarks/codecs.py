@@ -46,8 +46,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, quantiz
 
 from laconic import ByShape, ErrorFeedback, LowRank, Plan
 from laconic.codecs import Quantized, TopK
-from laconic.codecs.few_bits import width
-from laconic.exchange import AllToAll, Averaged, Decide, Exchange, Gather, Mean, rank_of
+from laconic.codecs.quantized import width
+from laconic.exchange import AllToAll, Averaged, Decide, Exchange, Gather, Peers, Request, drive
 
 RUNS = 20
 Row = dict[str, Any]
@@ -60,25 +60,23 @@ class Others:
         self.workers = workers
         self.known: list[Tensor] = []
 
-    def serve(self, exchange: Exchange) -> Averaged:
+    def serve(self, exchange: Exchange[Averaged]) -> Averaged:
         """Run one exchange to its end."""
-        answer: Tensor | None = None
         number = 0
-        while True:
-            try:
-                request = exchange.send(answer)  # type: ignore[arg-type]
-            except StopIteration as stop:
-                end: Averaged = stop.value
-                return end
-            if isinstance(request, AllToAll | Gather):
-                if number == len(self.known):
-                    mine = request.x[: request.rows[0]] if isinstance(request, AllToAll) else request.x
-                    self.known.append(torch.stack([mine] * self.workers))
-                answer, number = self.known[number], number + 1
-            elif isinstance(request, Mean):
-                answer = request.x
-            else:
-                answer = request.ok if isinstance(request, Decide) else rank_of(0, self.workers)
+
+        def answer(request: Request | Decide) -> Tensor:
+            nonlocal number
+            if isinstance(request, Decide):
+                return request.ok
+            if not isinstance(request, AllToAll | Gather):
+                return request.x
+            if number == len(self.known):
+                mine = request.x[: request.rows[0]] if isinstance(request, AllToAll) else request.x
+                self.known.append(torch.stack([mine] * self.workers))
+            number += 1
+            return self.known[number - 1]
+
+        return drive(exchange, answer)
 
 
 def seconds(run: Callable[[], Any], before: Callable[[], Any]) -> float:
@@ -148,7 +146,7 @@ def exchange_seconds(codec: Any, shapes: list[tuple[int, ...]], workers: int) ->
     tensors = {f"p{i}": t.clone() for i, t in enumerate(given)}
     others, state = Others(workers), {}
     spent = seconds(
-        lambda: others.serve(codec.average(tensors, state, reuse=True)),
+        lambda: others.serve(codec.average(tensors, state, Peers(0, workers), reuse=True)),
         lambda: torch._foreach_copy_(list(tensors.values()), given),
     )
     state.clear()

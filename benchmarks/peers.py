@@ -29,15 +29,13 @@ from contestants.contract import Contestant
 from contestants.listed import CONTESTANTS, named
 from contestants.tables import Run
 from contestants.worker import POINTS, Goal, Point
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from laconic.plans.parse import PlanError
-from laconic.tools.compare.settings import path_option
-from laconic.tools.launch.failures import CONSEQUENCES, last_error, read_log
+from laconic.errors import PlanError
+from laconic.tools.launch.failures import WorkerError
 from laconic.tools.launch.folders import run_folder
-from laconic.tools.launch.launch import Stopped, environment, run_elastic, stoppable
 from laconic.tools.launch.links import link as parse_link
-from laconic.tools.launch.slow_link import PROGRAM, SlowLink, slow_link
+from laconic.tools.launch.slow_link import SlowLink, slow_link
+from laconic.tools.launch.workers import Network, Stopped, python, run_workers, stoppable
 
 WORKER = Path(__file__).parent / "contestants" / "worker.py"
 UNTIL_LOSS = 2.08  # as in docs/compare.md
@@ -118,8 +116,8 @@ def run_one(contestant: Contestant, goal: Goal, link: str, hosts: int) -> Run:
                 launch(goal, folder, slow, hosts)
         except OutOfTime:
             error = f"stopped after {goal.seconds + STARTUP_S:.0f} s"
-        except ChildFailedError as failed:
-            error = first_error(folder, list(failed.failures))
+        except WorkerError as failed:
+            error = failed.reason
         points = read_points(folder)
     if points and points[-1].ended:
         error = ""  # it failed after the end of its training
@@ -135,19 +133,8 @@ def read_points(folder: Path) -> list[Point]:
 
 def launch(goal: Goal, folder: Path, slow: SlowLink | None, workers: int) -> None:
     """Start the workers and wait for them. Without a slow link they use the loopback interface."""
-    hosts = json.dumps(None if slow is None else asdict(slow.hosts))
-    command = [str(WORKER), str(folder), json.dumps(asdict(goal))]
-    with environment({}, workers, hosts=slow is not None):
-        run_elastic(
-            workers, folder, 0, sys.executable, str(PROGRAM), "enter", hosts, sys.executable, *path_option(), *command
-        )
-
-
-def first_error(folder: Path, workers: list[int]) -> str:
-    """The error that made workers fail, not one that follows from the failure of another."""
-    errors = [text for worker in workers if (text := last_error(read_log(folder, worker)))]
-    causes = [text for text in errors if not any(x in text.lower() for x in CONSEQUENCES)]
-    return [*causes, *errors, "a worker ended without a message"][0]
+    command = python(str(WORKER), str(folder), json.dumps(asdict(goal)))
+    run_workers(command, workers, folder, Network(slow), title=goal.contestant)
 
 
 @contextmanager

@@ -44,9 +44,6 @@ default_role = "code-link"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-autodoc_mock_imports = [
-    *("torchft", "lightning", "accelerate", "transformers", "ray", "tensorboard"),
-    *("torch.utils.tensorboard", "wandb", "mlflow", "prometheus_client", "opentelemetry", "schedulefree"),
-]
+autodoc_mock_imports = ["torchft", "lightning", "accelerate", "transformers", "ray", "schedulefree"]
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88

@@ -1,4 +1,4 @@
-"""Errors that a caller can act on. Each is raised on every worker that takes part.
+"""Errors that a caller can act on. Those of training are raised on every worker that takes part.
 
 A launcher such as Ray pickles the error of a worker, and calls its class with the message alone to read it again: so
 every other argument has a default.
@@ -45,6 +45,34 @@ class LostWorkerError(RuntimeError):
         self.missing = list(missing)
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or is damaged."""
+
+
+class ElasticError(RuntimeError):
+    """An elastic run cannot continue on this worker."""
+
+
+class StoreLostError(ElasticError):
+    """The store of the run does not answer: its host is down, or cannot be reached from here."""
+
+
+class QuorumError(ElasticError):
+    """Fewer workers than `least` are left, or none that holds the last committed step."""
+
+
+class EndedError(ElasticError):
+    """The run ended without this worker; the other workers hold its result."""
+
+
+class ReplacedError(ElasticError):
+    """Another process joined with this worker's id."""
+
+
+class DamagedStateError(ElasticError):
+    """The state that another worker sent was damaged on the way."""
+
+
 def outliers(values: Sequence[Value]) -> tuple[Value, list[int]]:
     """Return the most common value, and the workers that have another.
 
@@ -62,3 +90,7 @@ def names(workers: Sequence[int]) -> str:
     ('worker 2', 'workers 1, 3')
     """
     return f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
+
+
+class PlanError(ValueError):
+    """The text is not a plan. The message quotes the text, gives the rule, and says what to write instead."""

@@ -1,7 +1,8 @@
-"""What a codec may request from the network.
+"""The vocabulary of communication: what may be requested from other workers, and how a generator of requests is run.
 
-A codec does no I/O. It is a generator that yields a request, is sent the result, and ends with `Averaged`. The same
-codec runs on a process group (`queue.py`), for K workers in one process (`lockstep.py`), and dry (`dry.py`).
+An exchange does no I/O. It is a generator that yields a request, is sent the result, and returns what it found; the
+exchange of a codec returns `Averaged`. The same exchange runs on a process group (`comm/queue.py`), for K workers in
+one process (`comm/lockstep.py`), and dry (`comm/dry.py`).
 
 A codec that keeps state asks at its end whether it may: `Decide`. All exchanges of a step get the same answer.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,16 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 
 State: TypeAlias = dict[str, Any]
 """What a codec keeps between exchanges: a tree of dicts, tensors and plain numbers."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The workers of an exchange, as seen by one of them: its index among them, and how many they are."""
+
+    rank: int
+    size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +84,6 @@ class Max:
 
 
 @dataclass(frozen=True, eq=False)
-class Rank:
-    """Which worker this is, and how many there are, as a tensor of two numbers on the CPU. Nothing is sent."""
-
-
-@dataclass(frozen=True, eq=False)
 class Decide:
     """Whether the results of all exchanges of the step are finite, as a 0-d tensor; the last request of an exchange.
 
@@ -103,12 +109,13 @@ _OPERATIONS: dict[type[Request], str] = {
 
 @dataclass(frozen=True, eq=False)
 class Averaged:
-    """The result of an exchange.
+    """The result of a codec's exchange.
 
     `mean` is the same on every worker, bit for bit. `own()` is what this worker's own messages amount to; over all
-    workers, the own parts average to the mean. `finite()` is a 0-d bool tensor: whether the mean is free of NaN and
-    Inf, and so the same on every worker. `own` and `finite` cost a pass over memory and are computed on request.
-    If the exchange has asked `Decide`, it is `decided`, and `finite()` is the answer.
+    workers, these average to the mean. It is undefined after an exchange that could overwrite its input (`reuse`).
+    `finite()` is a 0-d bool tensor: whether the mean is free of NaN and Inf, and so the same on every worker. `own` and
+    `finite` cost a pass over memory and are computed on request. If the exchange has asked `Decide`, it is `decided`,
+    and `finite()` is the answer.
     """
 
     mean: dict[str, Tensor]
@@ -117,30 +124,63 @@ class Averaged:
     decided: bool = False
 
 
-Exchange: TypeAlias = Generator[Request | Decide | Rank, Tensor, Averaged]
+Exchange: TypeAlias = Generator[Request | Decide, Tensor, T]
+"""A generator of requests that returns a T. That of a codec is an `Exchange[Averaged]`."""
 
 
-def gather(x: Tensor) -> Exchange:
-    """Gather `x` from every worker, as an exchange: the rows are `mean[""]`, on the CPU."""
-    rows = yield Gather(x)
-    return Averaged({"": rows.cpu()}, dict, true)
+@dataclass(frozen=True, eq=False)
+class Done(Generic[T]):
+    """The end of an exchange, with what it returned."""
+
+    result: T
 
 
-def rank_of(worker: int, workers: int) -> Tensor:
-    """The answer to `Rank`."""
-    return torch.tensor([worker, workers])
+def advance(exchange: Exchange[T], answer: Tensor | None) -> Request | Decide | Done[T]:
+    """Send an exchange the answer to its last request, or None to start it; return its next request, or its end."""
+    try:
+        # The first send starts the generator: it must be None, whatever the annotation says.
+        return exchange.send(answer)  # type: ignore[arg-type]
+    except StopIteration as stop:
+        return Done(stop.value)
 
 
-def by_itself(exchange: Exchange) -> Generator[Request | Rank, Tensor, Averaged]:
+def drive(exchange: Exchange[T], serve: Callable[[Request | Decide], Tensor]) -> T:
+    """Run an exchange to its end, answering each request by `serve`.
+
+    >>> drive(gather(torch.ones(2)), lambda request: torch.stack([request.x] * 3))
+    tensor([[1., 1.],
+            [1., 1.],
+            [1., 1.]])
+    """
+    asked = advance(exchange, None)
+    while not isinstance(asked, Done):
+        asked = advance(exchange, serve(asked))
+    return asked.result
+
+
+def intercept(exchange: Exchange[T], see: Callable[[Request | Decide], Exchange[Tensor]]) -> Exchange[T]:
+    """Run an exchange inside another: each request goes to `see`, a generator that returns the answer.
+
+    `see` may pass the request on (`answer = yield request`), look at it and at its answer, or answer it itself.
+    """
+    asked = advance(exchange, None)
+    while not isinstance(asked, Done):
+        asked = advance(exchange, (yield from see(asked)))
+    return asked.result
+
+
+def by_itself(exchange: Exchange[Averaged]) -> Exchange[Averaged]:
     """Run an exchange that keeps its state if its own result is finite, and takes no part in what others decide."""
-    answer: Tensor | None = None
-    while True:
-        try:
-            request = exchange.send(answer)  # type: ignore[arg-type]  # the first send starts it, with None
-        except StopIteration as stop:
-            end: Averaged = stop.value
-            return replace(end, decided=True)
-        answer = request.ok if isinstance(request, Decide) else (yield request)
+
+    def see(request: Request | Decide) -> Exchange[Tensor]:
+        return request.ok if isinstance(request, Decide) else (yield request)
+
+    return replace((yield from intercept(exchange, see)), decided=True)
+
+
+def gather(x: Tensor) -> Exchange[Tensor]:
+    """Gather `x` from every worker, on the CPU: [workers, *x.shape]."""
+    return (yield Gather(x)).cpu()
 
 
 def all_true(flags: Sequence[Tensor]) -> Tensor:

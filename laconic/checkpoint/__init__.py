@@ -10,7 +10,7 @@ manifest of their digests. It appears when all workers have written, and the las
 from laconic.checkpoint.loading import Checkpoint, Loaded, checkpoints, load, newest_common, rewind, verify
 from laconic.checkpoint.resizing import resize
 from laconic.checkpoint.saving import Saving, save
-from laconic.checkpoint.tree import CheckpointError
+from laconic.errors import CheckpointError
 
 __all__ = [
     "Checkpoint",

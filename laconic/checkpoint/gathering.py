@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.checkpoint.tree import NATIVE_DTYPES, as_bytes, dtype_name, flatten, memory_of, unflatten
+from laconic.checkpoint.state import allocate, as_bytes, copy_to_host, describe, flatten, unflatten
 from laconic.checkpoint.workers import device_of
 from laconic.ledger import Ledger
 
@@ -37,39 +37,40 @@ def gather_states(state: Any, ledger: Ledger, group: dist.ProcessGroup | None = 
         return [state]
     link = _Link(ledger, group)
     skeleton, tensors = flatten(state)
+    # 1. Worker 0 sends the digests of its tensors; the others keep back what is the same.
     facts = _facts(tensors)
     first: Facts = json.loads(link.from_first(json.dumps(facts).encode()))
     own = {name: tensors[name] for name, fact in facts.items() if link.rank and fact != first.get(name)}
+    # 2. Each message is a head of JSON and the bytes of tensors. Worker 0 needs their lengths, and sends none itself.
     head = json.dumps([skeleton, {name: facts[name] for name in own}]).encode() if link.rank else b""
     sizes = torch.tensor([len(head), sum(t.nbytes for t in own.values())])
-    every_size = link.all(sizes).tolist()
+    every_size = link.all(sizes).tolist()  # [workers, 2]
     message = torch.cat([torch.frombuffer(bytearray(head or b"\0"), dtype=torch.uint8), *map(as_bytes, own.values())])
     messages = link.at_first(message, max(map(sum, every_size)))
     if link.rank:
         return None
+    # 3. Worker 0 reads the messages. What one does not hold is its own.
     read = [
         _read(data[:head_bytes].numpy().tobytes(), data[head_bytes : head_bytes + data_bytes], tensors)
         for data, (head_bytes, data_bytes) in zip(messages[1:], every_size[1:], strict=True)
     ]
-    return [unflatten(skeleton, tensors.__getitem__), *read]
+    return [unflatten(skeleton, tensors), *read]
 
 
 def _facts(tensors: Mapping[str, Tensor]) -> Facts:
-    return {
-        name: [dtype_name(t.dtype), list(t.shape), hashlib.sha256(memory_of(t)).hexdigest()]
-        for name, t in tensors.items()
-    }
+    # Of a copy, because torch would not resize a tensor, as FSDP does, after its `numpy()`.
+    digests = {name: hashlib.sha256(as_bytes(copy_to_host(t)).numpy().data).hexdigest() for name, t in tensors.items()}
+    return {name: [*described, digests[name]] for name, described in describe(tensors).items()}
 
 
 def _read(head: bytes, data: Tensor, shared: Mapping[str, Tensor]) -> Any:
     """Return a state from its message; the tensors that it does not hold are worker 0's."""
     skeleton, facts = json.loads(head)
-    sent, begin = dict[str, Tensor](), 0
-    for name, (dtype, shape, _) in facts.items():
-        t = torch.empty(shape, dtype=NATIVE_DTYPES[dtype])
+    sent, begin = allocate({name: [dtype, shape] for name, (dtype, shape, _) in facts.items()}), 0
+    for t in sent.values():
         as_bytes(t).copy_(data[begin : begin + t.nbytes])
-        sent[name], begin = t, begin + t.nbytes
-    return unflatten(skeleton, lambda name: sent[name] if name in sent else shared[name])
+        begin += t.nbytes
+    return unflatten(skeleton, {**shared, **sent})
 
 
 class _Link:

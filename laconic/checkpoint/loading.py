@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from laconic.checkpoint.files import check_file, read_manifest, read_worker_file, worker_file
+from laconic.checkpoint.files import check_file, read_manifest, read_state, worker_file
 from laconic.checkpoint.folder import complete, discard
-from laconic.checkpoint.tree import CheckpointError
 from laconic.checkpoint.workers import lowest_and_highest, resolve_worker
+from laconic.errors import CheckpointError
 
 logger = logging.getLogger("laconic.checkpoint")
 
@@ -124,9 +124,7 @@ def _inspect(step: int, path: Path, check: str, own: int | None = None) -> tuple
         for worker, record in enumerate(records):
             file = path / worker_file(worker)
             if worker == own:
-                state = read_worker_file(file, record)
-            elif check == "all" and own is None:
-                read_worker_file(file, record, discard_data=True)
+                state = read_state(file, record)
             else:
                 check_file(file, record, size_only=check != "all")
     except (CheckpointError, OSError) as error:

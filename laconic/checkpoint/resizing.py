@@ -43,6 +43,13 @@ def resize(
     return [_resize(states, (), partial(_share, worker, workers, scale)) for worker in range(workers)]
 
 
+def without_residuals(state: Any) -> Any:
+    """Remove the residuals of error feedback, which belong to one worker."""
+    if not isinstance(state, Mapping):
+        return state
+    return {key: without_residuals(value) for key, value in state.items() if key != RESIDUAL}
+
+
 def _resize(trees: Sequence[Any], path: tuple[Any, ...], share: Callable[[Sequence[Any]], Tensor]) -> Any:
     """Return a new worker's copy of a tree; `trees` are those of the old workers, None where one has none."""
     if any(isinstance(tree, Mapping) for tree in trees):

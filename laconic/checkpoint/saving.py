@@ -1,12 +1,12 @@
 """Save: every worker writes its file, and worker 0 puts the checkpoint in place when all have.
 
-    worker 0       create .step-42.tmp │           │ write, wait for all parts, manifest, rename to step-42, prune
+    worker 0       create .step-42.tmp │           │ write, wait for all records, manifest, rename to step-42, prune
                                     barrier     barrier
     other workers                      │ find it   │ write, wait until .step-42.tmp is gone
 
 The barrier is called twice, in the caller's thread. After that the workers coordinate through the folder alone, so the
-rest can run in the background without interleaving with collectives. A worker writes its file, then `worker-00003.part`
-with the file's record. If it fails, it leaves an empty part; worker 0 then removes the folder.
+rest can run in the background without interleaving with collectives. A worker writes its file, then `worker-00003.json`
+with the file's record. If it fails, it leaves an empty record; worker 0 then removes the folder.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 
 from laconic.checkpoint import files
 from laconic.checkpoint import folder as folders
 from laconic.checkpoint.loading import StrPath, checkpoints, verify
-from laconic.checkpoint.tree import CheckpointError, flatten, snapshot
+from laconic.checkpoint.state import copy_to_host, flatten
 from laconic.checkpoint.workers import Barrier, resolve_barrier, resolve_worker
+from laconic.errors import CheckpointError
 from laconic.values import is_number, is_whole
 
 logger = logging.getLogger("laconic.checkpoint")
-
-Contents: TypeAlias = tuple[Any, Mapping[str, Tensor]]
-Run: TypeAlias = Generator[None, Contents, None]
 
 _VISIBLE_WITHIN_S = 5.0
 """How long a shared file system may take to show what another worker created."""
@@ -99,15 +98,35 @@ def save(
     key = (os.path.realpath(folder), worker)
     if key in _last:
         _last[key].wait()
-    run = SaveTransaction(Path(folder), step, worker, workers, keep, timeout_s).run()
-    saving, contents = Saving(step), _prepare(run, state, call_barrier, copy=not wait)
-    if wait:
-        _finish(saving, run, contents, folder)
-        if saving.error is not None:
-            raise saving.error
-    else:
+    task, saving = SaveTask(Path(folder), step, worker, workers, keep, timeout_s), Saving(step)
+    problem: Exception | None = None
+    # 1. Worker 0 makes the temporary folder, and the others find it. A full disk is reported after the barriers.
+    try:
+        task.begin()
+    except (OSError, CheckpointError) as error:
+        problem = error
+    try:
+        call_barrier()
+        task.find()
+        call_barrier()
+        skeleton, tensors = flatten(state)  # a wrong `state` raises here, after the barriers where the others wait
+    except BaseException:
+        task.cancel()
+        raise
+    # 2. Copy what the caller may change next.
+    try:
+        tensors = tensors if wait else {name: copy_to_host(t) for name, t in tensors.items()}
+    except (RuntimeError, MemoryError) as error:
+        problem = error
+    # 3. Write, in this thread or in another.
+    finish = partial(_finish, task, saving, skeleton, tensors, problem)
+    if not wait:
         _last[key] = saving
-        threading.Thread(target=_finish, args=(saving, run, contents, folder), name=f"save step {step}").start()
+        threading.Thread(target=finish, name=f"save step {step}").start()
+        return saving
+    finish()
+    if saving.error is not None:
+        raise saving.error
     return saving
 
 
@@ -116,54 +135,34 @@ def _check(name: str, value: object, valid: bool, rule: str) -> None:
         raise ValueError(f"save({name}={value!r}): {name} must be {rule}.")
 
 
-def _prepare(run: Run, state: Any, call_barrier: Callable[[], object], copy: bool) -> Contents | Exception:
-    """Do what the caller's thread must do; return what to write, or a problem with the disk or memory.
-
-    A wrong `state` raises, but after the barriers, where the other workers wait.
-    """
-    problem: Exception | None = None
+def _finish(
+    task: SaveTask, saving: Saving, skeleton: Any, tensors: Mapping[str, Tensor], problem: Exception | None
+) -> None:
+    """Write a state, in any thread, unless there is a problem already; set the error of `saving` if that fails."""
     try:
-        next(run)
-    except (OSError, CheckpointError) as error:
-        problem = error
-    try:
-        call_barrier()
-        next(run, None)
-        call_barrier()
-        skeleton, tensors = flatten(state)
+        if problem is not None:
+            raise problem
+        task.finish(skeleton, tensors)
+        logger.info("step %d is saved in %s", task.step, task.folder)
     except BaseException as error:
-        run.throw(error)  # rolls back
-        raise
-    try:
-        return problem or (skeleton, {name: snapshot(t) for name, t in tensors.items()} if copy else tensors)
-    except (RuntimeError, MemoryError) as error:
-        return error
-
-
-def _finish(saving: Saving, run: Run, contents: Contents | Exception, folder: StrPath) -> None:
-    """Write the contents, in any thread."""
-    try:
-        with suppress(StopIteration):
-            run.throw(contents) if isinstance(contents, Exception) else run.send(contents)
-        logger.info("step %d is saved in %s", saving.step, folder)
-    except BaseException as error:
+        task.cancel()
         saving.error = CheckpointError(
-            f"step {saving.step} was not saved in {folder}: {error}\n  The older checkpoints are as they were. "
+            f"step {task.step} was not saved in {task.folder}: {error}\n  The older checkpoints are as they were. "
             "The next save tries again; if the disk is full, free some space or keep fewer."
         )
         saving.error.__cause__ = error
         if not isinstance(error, Exception):
             raise
         logger.error("%s", saving.error)
-        del contents  # the traceback would keep the copied tensors alive
+        del tensors  # the traceback would keep the copied tensors alive
         traceback.clear_frames(error.__traceback__)
     finally:
         saving._ended.set()
 
 
-@dataclass(frozen=True)
-class SaveTransaction:
-    """One worker's part in saving one checkpoint. Nothing appears unless all workers succeed."""
+@dataclass
+class SaveTask:
+    """What one worker does to save one checkpoint. Nothing appears unless all workers succeed."""
 
     folder: Path
     step: int
@@ -171,98 +170,51 @@ class SaveTransaction:
     workers: int
     keep: int
     timeout_s: float
+    temporary: Path | None = None
+    """The folder that the workers write to: worker 0 makes it, and renames it at the end."""
 
-    def run(self) -> Run:
-        """Save in three parts: before the first barrier, between the barriers, and when the contents are sent."""
-        return self._lead() if self.worker == 0 else self._follow()
-
-    def _lead(self) -> Run:
-        """On worker 0: create the temporary folder, and rename it when all workers have written."""
+    def begin(self) -> None:
+        """Before the first barrier: worker 0 makes the temporary folder."""
+        if self.worker > 0:
+            return
         if later := [each.step for each in verify(self.folder, after=self.step) if each.good]:
             raise CheckpointError(
                 f"{self.folder} already has step {later[-1]}, which is later. A folder holds one run, and its steps "
                 "grow: load that step, save to another folder, or call rewind(folder, step=...) to go back."
             )
-        folders.sweep(self.folder)
-        temporary = folders.make_temporary(self.folder, self.step)
-        try:
-            with folders.locked(temporary):
-                yield
-                self._write(temporary, (yield))
-                files.write_manifest(temporary, self.step, self._collect_records(temporary))
-                folders.put_in_place(temporary, self.step)
-        except BaseException:
-            folders.discard(temporary)
-            raise
-        self._prune()
+        self.temporary = folders.make_temporary(self.folder, self.step)
 
-    def _follow(self) -> Run:
-        """On another worker: write to worker 0's folder, and wait until it is renamed."""
-        yield
-        temporary = None
-        try:
+    def find(self) -> bool:
+        """Between the barriers: the others find it, and return whether they do. Worker 0 cannot have removed it yet."""
+        if self.worker > 0 and self.temporary is None:
             with suppress(CheckpointError):
-                temporary = self._temporary()  # worker 0 cannot have removed it yet
-            contents = yield
-            temporary = temporary or self._find_late()
-            self._wait_for_commit(temporary, self._write(temporary, contents))
-        except BaseException:
-            with suppress(OSError):
-                if temporary is not None:
-                    _part(temporary, self.worker).write_bytes(b"")
-            raise
+                self.temporary = folders.find_temporary(self.folder, self.step)
+        return self.temporary is not None
 
-    def _temporary(self) -> Path | None:
-        return folders.find_temporary(self.folder, self.step)
-
-    def _find_late(self) -> Path:
-        _wait_until(lambda: self._temporary() is not None, min(self.timeout_s, _VISIBLE_WITHIN_S))
-        if (found := self._temporary()) is None:
+    def finish(self, skeleton: Any, tensors: Mapping[str, Tensor]) -> None:
+        """After the barriers, and in any thread: write this worker's file, and complete the checkpoint."""
+        # 1. The file, then its record. A shared file system may show the folder late.
+        _wait_until(self.find, min(self.timeout_s, _VISIBLE_WITHIN_S))
+        temporary = self.temporary
+        if temporary is None:
             raise CheckpointError(
                 f"worker {self.worker} does not see a temporary folder in {self.folder}: worker 0 could not create it, "
                 "or they do not share the folder. With a disk for each worker, save with worker=0, workers=1."
             )
-        return found
-
-    def _write(self, temporary: Path, contents: Contents) -> files.FileRecord:
-        part = _part(temporary, self.worker)
         try:
-            record = files.write_worker_file(temporary / files.worker_file(self.worker), *contents)
-            files.write_synced(part.with_suffix(".new"), json.dumps(asdict(record)).encode())
-            os.rename(part.with_suffix(".new"), part)  # worker 0 never reads half of it
-        except OSError as error:
-            if not temporary.is_dir():
+            record = files.write_flat(temporary / files.worker_file(self.worker), skeleton, tensors)
+            files.write_synced(self._record_path(self.worker), json.dumps(asdict(record)).encode())
+        except Exception as error:
+            if not temporary.is_dir():  # worker 0 has removed it, and this error only follows from that
                 raise _cancelled() from error
             raise
-        return record
-
-    def _collect_records(self, temporary: Path) -> list[files.FileRecord]:
-        """Wait for the parts of all workers, and remove them."""
-        parts = [_part(temporary, worker) for worker in range(self.workers)]
-
-        def read() -> dict[int, str]:
-            return {worker: part.read_text() for worker, part in enumerate(parts) if part.exists()}
-
-        _wait_until(lambda: len(found := read()) == self.workers or "" in found.values(), self.timeout_s)
-        found = read()
-        if failed := [worker for worker, text in found.items() if not text]:
-            raise CheckpointError(f"worker {failed[0]} could not write its part; its own error gives the reason.")
-        if missing := sorted(set(range(self.workers)) - set(found)):
-            raise CheckpointError(f"workers {missing} did not write their parts within {self.timeout_s} s.")
-        for part in parts:
-            os.unlink(part)
-        return [files.FileRecord(**json.loads(text)) for text in found.values()]
-
-    def _wait_for_commit(self, temporary: Path, record: files.FileRecord) -> None:
-        if not _wait_until(lambda: self._temporary() != temporary, self.timeout_s):
-            raise CheckpointError(f"worker 0 did not complete the checkpoint within {self.timeout_s} s.")
-        with suppress(CheckpointError, OSError):
-            if files.read_manifest(folders.final_path(self.folder, self.step), self.step)[self.worker] == record:
-                return
-        raise _cancelled()
-
-    def _prune(self) -> None:
-        """Remove what is older than the last `keep` good checkpoints."""
+        # 2. Worker 0 puts the checkpoint in place when all records are there; the others wait for that.
+        if self.worker > 0:
+            self._wait_for_commit(temporary, record)
+            return
+        files.write_manifest(temporary, self.step, self._collect_records())
+        folders.put_in_place(temporary, self.step)
+        # 3. Worker 0 removes what is older than the last `keep` good checkpoints.
         kept = 0
         for each in reversed(checkpoints(self.folder)):
             if each.step <= self.step:  # later ones are damaged, and not ours to remove
@@ -270,9 +222,40 @@ class SaveTransaction:
                     folders.discard(each.path)
                 kept += each.good
 
+    def cancel(self) -> None:
+        """After a failure: worker 0 removes the temporary folder, and another worker leaves an empty record there."""
+        if self.temporary is not None:
+            with suppress(OSError):
+                folders.discard(self.temporary) if self.worker == 0 else self._record_path(self.worker).write_bytes(b"")
 
-def _part(temporary: Path, worker: int) -> Path:
-    return temporary / f"worker-{worker:05d}.part"
+    def _record_path(self, worker: int) -> Path:
+        assert self.temporary is not None
+        return self.temporary / f"worker-{worker:05d}.json"
+
+    def _collect_records(self) -> list[files.FileRecord]:
+        """Wait for the records of all workers, and remove their files."""
+        paths = [self._record_path(worker) for worker in range(self.workers)]
+
+        def read() -> dict[int, str]:
+            return {worker: path.read_text() for worker, path in enumerate(paths) if path.exists()}
+
+        _wait_until(lambda: len(found := read()) == self.workers or "" in found.values(), self.timeout_s)
+        found = read()
+        if failed := [worker for worker, text in found.items() if not text]:
+            raise CheckpointError(f"worker {failed[0]} could not write its file; its own error gives the reason.")
+        if missing := sorted(set(range(self.workers)) - set(found)):
+            raise CheckpointError(f"workers {missing} did not write their files within {self.timeout_s} s.")
+        for path in paths:
+            os.unlink(path)
+        return [files.FileRecord(**json.loads(text)) for text in found.values()]
+
+    def _wait_for_commit(self, temporary: Path, record: files.FileRecord) -> None:
+        if not _wait_until(lambda: folders.find_temporary(self.folder, self.step) != temporary, self.timeout_s):
+            raise CheckpointError(f"worker 0 did not complete the checkpoint within {self.timeout_s} s.")
+        with suppress(CheckpointError, OSError):
+            if files.read_manifest(folders.final_path(self.folder, self.step), self.step)[self.worker] == record:
+                return
+        raise _cancelled()
 
 
 def _cancelled() -> CheckpointError:

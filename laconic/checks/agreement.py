@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from laconic.comm.queue import CollectiveQueue
 from laconic.errors import DisagreementError, outliers
-from laconic.exchange import Averaged, Exchange, Max, true
+from laconic.exchange import Exchange, Max
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,11 @@ def are_same(ends: Tensor) -> bool:
 
 def highest(queue: CollectiveQueue, x: Tensor) -> Tensor:
     """Return the largest of every worker's `x`, element by element, on the host. Every worker calls it and waits."""
-    return x.cpu() if queue.workers == 1 else queue.run(_highest(x.to(queue.device)), "control").mean[""]
+    return x.cpu() if queue.workers == 1 else queue.run(_highest(x.to(queue.device)), "control")
 
 
-def _highest(x: Tensor) -> Exchange:
-    found = yield Max(x)
-    return Averaged({"": found.cpu()}, dict, true)
+def _highest(x: Tensor) -> Exchange[Tensor]:
+    return (yield Max(x)).cpu()
 
 
 def parameter_facts(parameters: Iterable[tuple[str, Tensor]], what: str = "parameter") -> dict[str, str]:

@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from laconic.codecs.packing import side_by_side
 from laconic.comm.queue import CollectiveQueue
 from laconic.errors import NonFiniteError, names
-from laconic.exchange import Averaged, Decide, Exchange, Mean, Rank, Request, all_finite
+from laconic.exchange import Averaged, Decide, Exchange, Mean, Request, all_finite, intercept
+from laconic.packing import side_by_side
 
 logger = logging.getLogger(__name__)
 
 NonFinite: TypeAlias = Literal["skip", "exclude", "raise", "ignore"]
 Gradients: TypeAlias = Mapping[str, Tensor] | Mapping[str, Tensor | None]
-_Share: TypeAlias = Generator[Request, Tensor, float]
 Finding: TypeAlias = Tensor | str | None
 """Of one message: None if it was finite; else the first parameter that is not, or "" if none can be named. On CUDA, a
 0-d tensor: whether it was finite."""
@@ -83,14 +82,12 @@ class NonFiniteCheck:
         self.policy: NonFinite = policy
         self.late = late
         """Whether the optimizers skip a non-finite step themselves, and it is reported a step later."""
-        self.alone = False
-        """Whether the others cannot be asked who had NaN: some may have run out of data (DDP's `join()`)."""
         self._seen: list[_Observed] = []
         self._pending: list[_Late] = []
         self._each_parameter = False
         """Whether a late check looks at each parameter, as it does after a first non-finite step: it takes longer."""
 
-    def watch(self, tensors: Mapping[str, Tensor], average: Callable[[], Exchange]) -> Exchange:
+    def watch(self, tensors: Mapping[str, Tensor], average: Callable[[], Exchange[Averaged]]) -> Exchange[Averaged]:
         """Run the exchange that `average` makes of `tensors`, and note which messages and means are finite."""
         if self.policy == "ignore":
             unseen = yield from average()
@@ -98,34 +95,29 @@ class NonFiniteCheck:
         share = 1.0
         if self.policy == "exclude":
             share = yield from self._share_of_finite(tensors)
-        exchange = average()
         own: list[Finding] = []
         means: list[bool] = []
-        answer: Tensor | None = None
         ok: Tensor | None = None
-        end: Averaged | None = None
-        while end is None:
-            try:
-                request = exchange.send(answer)  # type: ignore[arg-type]  # the first send starts it, with None
-            except StopIteration as stop:
-                end = stop.value
-                continue
-            if isinstance(request, Decide | Rank):
-                ok = request.ok.bool() if isinstance(request, Decide) else ok
-                answer = yield request
-                continue
+
+        def see(request: Request | Decide) -> Exchange[Tensor]:
+            nonlocal ok
+            if isinstance(request, Decide):
+                ok = request.ok.bool()
+                return (yield request)
             x = request.x
             on_cpu = isinstance(request, Mean) and x.device.type == "cpu"
-            if on_cpu and x.dtype in (torch.float32, torch.float64) and x.numel():
-                fine = is_finite(x)
-                own.append(None if fine else _first_nonfinite(tensors))
-                if not fine:
-                    x[(0,) * x.dim()] = torch.nan
-                answer = yield request
-                means.append(math.isfinite(answer[(0,) * answer.dim()].item()))
-            else:
+            if not (on_cpu and x.dtype in (torch.float32, torch.float64) and x.numel()):
                 own.append(_finding(x, tensors, first=not own))
-                answer = yield request
+                return (yield request)
+            fine = is_finite(x)
+            own.append(None if fine else _first_nonfinite(tensors))
+            if not fine:
+                x[(0,) * x.dim()] = torch.nan
+            answer = yield request
+            means.append(math.isfinite(answer[(0,) * answer.dim()].item()))
+            return answer
+
+        end = yield from intercept(average(), see)
         if share < 1:
             logger.warning("gradients: %.0f%% of the workers had NaN or Inf, and were left out.", 100 * (1 - share))
         looked = len(means) == len(own)  # at each message's first number
@@ -134,7 +126,7 @@ class NonFiniteCheck:
         return end if end.decided else replace(end, finite=lambda: torch.as_tensor(finite))
 
     @staticmethod
-    def _share_of_finite(tensors: Mapping[str, Tensor]) -> _Share:
+    def _share_of_finite(tensors: Mapping[str, Tensor]) -> Exchange[float]:
         """Return the share of workers whose gradients are finite; let the gradients of the others count as zeros.
 
         The finite ones are scaled up for that, and not the mean: it also holds residuals.
@@ -159,7 +151,7 @@ class NonFiniteCheck:
         if _all_true([each.mean for each in seen]):
             return False
         now = gradients()
-        bad, where = _who_and_where(None if self.alone else queue, seen, list(now))
+        bad, where = _who_and_where(queue, seen, list(now))
         where = where or _first_nonfinite(now) or "several parameters"
         message = f"step {step}: {names(bad) if bad else 'some worker'} had NaN or Inf, in {where}"
         if self.policy == "raise":
@@ -185,7 +177,7 @@ class NonFiniteCheck:
         if finite.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
-        self._pending.append(_Late(None if self.alone else queue, step, seen, of, host, ready))
+        self._pending.append(_Late(queue, step, seen, of, host, ready))
         return (~finite.all()).to(torch.float32)
 
     def report_late(self, parameters: Iterable[str]) -> None:

@@ -19,7 +19,7 @@ from laconic.checks.agreement import Facts, agree, are_same, both_ends, digest_o
 from laconic.checks.digests import combined
 from laconic.comm.queue import CollectiveQueue
 from laconic.errors import DesyncError, names, outliers
-from laconic.exchange import Averaged, Exchange, Gather, Max, true
+from laconic.exchange import Exchange, Gather, Max
 
 _BITS = 62
 _MASK = (1 << _BITS) - 1
@@ -130,13 +130,12 @@ class PendingHeaders:
     def __init__(self, queue: CollectiveQueue, header: Header) -> None:
         self._headers: Headers | None = None
 
-        def exchange() -> Exchange:
+        def exchange() -> Exchange[None]:
             found = yield Max(header.summary().to(queue.device))
             self._headers = header.of_all(found.cpu(), queue.workers)
             if self._headers is None:
                 rows = yield Gather(header.row().to(queue.device))
                 self._headers = _checked(rows.cpu(), header, queue.level)
-            return Averaged({}, dict, true)
 
         self._future = queue.submit(exchange(), "control", torch.empty(0))
 

@@ -8,11 +8,13 @@ import typer
 from laconic import plan as parse_plan
 from laconic.cli import options
 from laconic.cli.options import DEFAULT
-from laconic.cli.running import CommandOptions, run_all, workers_here
+from laconic.cli.running import CommandOptions, run_all
 from laconic.cli.view import Row
-from laconic.tools.compare.settings import LabError, Run, Script
-from laconic.tools.launch.links import Link, LinkError
+from laconic.tools.compare.settings import Run, Script
+from laconic.tools.errors import UsageError
+from laconic.tools.launch.links import Link
 from laconic.tools.launch.links import link as parse_link
+from laconic.tools.launch.workers import workers_here
 
 DEFAULT_PLANS = ("ddp()", "alone()", "quantized_ddp(bits=4)", "power_sgd(rank=20)")
 
@@ -52,7 +54,6 @@ def compare(
     png: options.Png = None,
     plain: options.Plain = False,
     fresh: options.Fresh = False,
-    port: options.Port = 0,
     oversubscribe: options.Oversubscribe = False,
 ) -> None:
     """Run the same training once with each plan, and compare loss, bytes and time.
@@ -66,17 +67,18 @@ def compare(
     plans = _with_baselines(plan or list(DEFAULT_PLANS), baselines and count > 1)
     first: Run
     if script is not None and guard != DEFAULT.guard:
-        raise LabError(
-            f'--guard {guard} --script {script}: a script chooses its own. Write attach(..., guard="{guard}").'
+        raise UsageError(
+            f"--guard {guard} --script {script}: a script chooses its own. Write "
+            f'attach(..., observers=[laconic.Guard("{guard}")]).'
         )
     if script is not None:
         first = Script(plans[0], script, tuple(arguments or ()), count, steps, seconds, until_loss, validate_every)
     elif arguments:
-        raise LabError(f"-- {' '.join(arguments)}: these are for a script. Give one with --script train.py.")
+        raise UsageError(f"-- {' '.join(arguments)}: these are for a script. Give one with --script train.py.")
     else:
         steps = DEFAULT.steps if steps is None else steps
         first = options.lab_settings(command, plan=plans[0], workers=count, steps=steps)
-    chosen = CommandOptions(port, oversubscribe, json, plain, report, png, connected, computed, resume=not fresh)
+    chosen = CommandOptions(oversubscribe, json, plain, report, png, connected, computed, resume=not fresh)
     runs = [replace(first, plan=text) for text in plans]
     if baselines and count > 1 and connected is not None and until_loss is not None:
         runs.append(replace(first, plan="ddp()", without_link=True))
@@ -100,11 +102,11 @@ def workers_of(hosts: int | None, workers: int | None, link: str | None) -> int 
     if hosts is None:
         return workers
     if link is None:
-        raise LabError(f"--hosts {hosts}: hosts are connected by a link. Add one, such as --link 100mbit.")
+        raise UsageError(f"--hosts {hosts}: hosts are connected by a link. Add one, such as --link 100mbit.")
     if workers not in (None, hosts):
-        raise LabError(f"--hosts {hosts} --workers {workers}: there is one worker per host. Leave out --workers.")
+        raise UsageError(f"--hosts {hosts} --workers {workers}: there is one worker per host. Leave out --workers.")
     if hosts < 1:
-        raise LabError(f"--hosts {hosts}: there must be at least 1. Use --hosts 2 or more.")
+        raise UsageError(f"--hosts {hosts}: there must be at least 1. Use --hosts 2 or more.")
     return hosts
 
 
@@ -112,7 +114,4 @@ def link_of(text: str | None, workers: int | None) -> Link | None:
     """Parse a link of so many workers; None if there is none."""
     if text is None:
         return None
-    try:
-        return parse_link(text, workers_here(workers) if "@" not in text else workers)
-    except LinkError as error:
-        raise LabError(f"--link {error}") from None
+    return parse_link(text, workers_here(workers) if "@" not in text else workers)

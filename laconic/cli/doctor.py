@@ -10,30 +10,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
+from rich.text import Text
 
 from laconic.atomic_write import write_atomically
 from laconic.cli import options
 from laconic.cli.results import check_writable
-from laconic.cli.running import workers_here
+from laconic.cli.tables import console, table
 from laconic.errors import names
-from laconic.tools.compare.settings import (
-    LabError,
-    check_count,
-    check_positive,
-    check_workers,
-    found_place,
-    usable_cores,
-)
-from laconic.tools.compare.versions import versions
 from laconic.tools.doctor.diagnosis import check_as_worker, check_here
 from laconic.tools.doctor.finding import Finding, has_problem
 from laconic.tools.doctor.injection import FACTORY, faults
 from laconic.tools.doctor.script import ScriptRun, inject_faults
+from laconic.tools.errors import UsageError, check_count, check_positive
+from laconic.tools.launch.workers import check_workers, found_place, workers_here
+from laconic.tools.machine import usable_cores, versions
 
+HEADINGS = ("", "check", "found", "what to do")
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 _option = partial(typer.Option, show_default=False)
 _INJECT = (
@@ -93,17 +85,17 @@ def _script_run(
     try:
         wanted = faults(",".join(inject))
     except ValueError as error:
-        raise LabError(f"--inject {error}") from None
+        raise UsageError(f"--inject {error}") from None
     under_launcher = found_place(os.environ) is not None
     if wanted and under_launcher:
-        raise LabError(
+        raise UsageError(
             f"--inject {wanted[0]}: torchrun has already started the workers, and this option starts them itself. "
             f"Run laconic without torchrun, or set LACONIC_INJECT and LACONIC_OBSERVERS={FACTORY} for your own run."
         )
     if script is None and wanted:
-        raise LabError(f"--inject {wanted[0]}: a fault needs a training. Give one with --script train.py.")
+        raise UsageError(f"--inject {wanted[0]}: a fault needs a training. Give one with --script train.py.")
     if script is None and arguments:
-        raise LabError(f"-- {' '.join(arguments)}: these are for a script. Give one with --script train.py.")
+        raise UsageError(f"-- {' '.join(arguments)}: these are for a script. Give one with --script train.py.")
     if script is None:
         return None
     run = ScriptRun(script, arguments, workers_here(workers), limit_s, wanted)
@@ -114,18 +106,18 @@ def _script_run(
 
 def show(findings: Sequence[Finding], plain: bool) -> None:
     """Print the findings as lines or as a table, and a summary."""
-    columns = (Column(no_wrap=True), Column("check", no_wrap=True), Column("found"), Column("what to do"))
-    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
+    rows = []
     for each in findings:
         title = each.name + (f" ({names(each.workers)})" if each.workers else "")
         if plain:
             typer.echo(f"{each.verdict}: {title}: {each.found}")
             if each.way_out:
                 typer.echo(f"    {each.why}\n    {each.way_out}")
-        cells = map(escape, (title, each.found, f"{each.why} {each.way_out}".strip()))
-        table.add_row(f"[{COLOURS[each.verdict]}]{each.verdict}[/]", *cells)
+        rows.append(
+            (Text(each.verdict, COLOURS[each.verdict]), title, each.found, f"{each.why} {each.way_out}".strip())
+        )
     if not plain:
-        Console().print(table)
+        console().print(table(HEADINGS, rows, left=HEADINGS))
     typer.echo(summary(findings))
 
 

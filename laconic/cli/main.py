@@ -17,12 +17,11 @@ from laconic.cli.doctor import doctor
 from laconic.cli.migrate import migrate
 from laconic.cli.plan import plan
 from laconic.cli.probe import probe
-from laconic.cli.serve import serve
 from laconic.cli.simulate import simulate
 from laconic.cli.train import train
-from laconic.tools.compare.settings import LabError, found_place
+from laconic.tools.errors import UsageError
 from laconic.tools.launch.failures import WorkerError
-from laconic.tools.launch.launch import Stopped, stoppable
+from laconic.tools.launch.workers import Stopped, found_place, stoppable
 
 app = typer.Typer(
     name="laconic",
@@ -54,7 +53,6 @@ app.command()(compare)
 app.command()(migrate)
 app.command()(doctor)
 app.command()(probe)
-app.command()(serve)
 app.command()(plan)
 app.command()(simulate)
 
@@ -66,7 +64,7 @@ def main() -> None:
             app()
         except Stopped as stopped:
             _end(f"stopped by {stopped}; no worker is left behind.", 128 + stopped.signal_number)
-        except (LabError, laconic.PlanError) as error:
+        except (UsageError, laconic.PlanError) as error:
             _end(str(error), 2)
         except WorkerError as error:
             _end(str(error), 1)

@@ -28,7 +28,6 @@ Data = Annotated[Path | None, _run(help=_TEXT)]
 BucketMb = Annotated[float, _run(help="Size of DDP's gradient buckets.")]
 _GUARD = "What watches each plan: warn measures what it delivers and logs, act also makes a weak plan stronger."
 GuardMode = Annotated[str, _run("--guard", help=_GUARD)]
-Port = Annotated[int, _run(help="Port of the launcher. 0: any free port.")]
 Oversubscribe = Annotated[bool, _run("--oversubscribe", help="Allow more workers than the cores can serve.")]
 
 Model = Annotated[str, _model(help="gpt, on text; or resnet, on digits.")]

@@ -1,5 +1,6 @@
 """Runs trainings one after another and shows them, for `train` and `compare`."""
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,37 +14,28 @@ import torch.distributed as dist
 from laconic.cli.results import check_writable, write_json
 from laconic.cli.view import Row, View, make_view
 from laconic.tools.compare.inputs import given_files
-from laconic.tools.compare.progress import Progress, following, progress_file
+from laconic.tools.compare.progress import Progress, progress_file
 from laconic.tools.compare.records import Outcome, read_outcome
 from laconic.tools.compare.report import check_drawable, write_page, write_png
 from laconic.tools.compare.reporter import read_files, write_goal
-from laconic.tools.compare.settings import (
-    LabError,
-    Place,
-    Run,
-    Script,
-    Settings,
-    check_count,
-    check_workers,
-    found_place,
-    usable_cores,
-)
+from laconic.tools.compare.running import launch, report_variables
+from laconic.tools.compare.settings import Run, Script, Settings
 from laconic.tools.compare.unfinished import Finished, Unfinished
+from laconic.tools.errors import UsageError
 from laconic.tools.lab import script as lab
 from laconic.tools.lab.tasks import check_data
 from laconic.tools.launch.folders import run_folder
-from laconic.tools.launch.launch import Network, check_port, launch, report_variables, variables
 from laconic.tools.launch.links import Link
 from laconic.tools.launch.slow_link import NoSlowLink, slow_link
-
-DEFAULT_WORKERS = 4
+from laconic.tools.launch.tail import following
+from laconic.tools.launch.workers import Network, Place, check_workers, found_place, variables
+from laconic.tools.machine import usable_cores
 
 
 @dataclass(frozen=True)
 class CommandOptions:
     """The options of a command that do not belong to its runs."""
 
-    port: int
     oversubscribe: bool
     json: Path | None
     plain: bool
@@ -52,20 +44,6 @@ class CommandOptions:
     link: Link | None = None
     compute_link: bool = False
     resume: bool = False
-
-
-def workers_here(given: int | None) -> int:
-    """The number of workers: torchrun's if it started this process, else the given one, else four."""
-    check_count("workers", given)
-    place = found_place(os.environ)
-    if place is None:
-        return DEFAULT_WORKERS if given is None else given
-    if given not in (None, place.workers):
-        raise LabError(
-            f"--workers {given}: torchrun has already started {place.workers}. "
-            f"Leave out --workers, or give torchrun --nproc-per-node {given}."
-        )
-    return place.workers
 
 
 def run_all(runs: Sequence[Run], options: CommandOptions, labels: Mapping[Row, str]) -> None:
@@ -106,11 +84,10 @@ def _check(run: Run, options: CommandOptions, place: Place | None) -> None:
             if option != "--json":
                 check_drawable(f"{option} {path}")
     if place is None:
-        check_port(options.port)
         if not options.oversubscribe:
             check_workers(run.workers, usable_cores())
     elif isinstance(run, Script) or options.link is not None:
-        raise LabError(
+        raise UsageError(
             f"{'--script' if isinstance(run, Script) else '--link'}: torchrun has already started the workers, and "
             "this option starts them itself. Run laconic without torchrun."
         )
@@ -132,7 +109,7 @@ def _run_launched(runs: Sequence[Run], options: CommandOptions, view: View, unfi
         view.outcomes += [each.outcome for each in finished]
         with view.running():
             for index, run in list(enumerate(runs))[len(finished) :]:
-                finished.append(_launch(run, Network(options.port) if run.without_link else network, view, index))
+                finished.append(_launch(run, Network() if run.without_link else network, view, index))
                 view.finish(finished[-1].outcome)
                 if len(runs) > 1:
                     unfinished.save(finished)
@@ -142,11 +119,11 @@ def _run_launched(runs: Sequence[Run], options: CommandOptions, view: View, unfi
 @contextmanager
 def _network(options: CommandOptions, view: View) -> Iterator[Network]:
     """The network of the command. A link is a real one, or a computed one where that is not possible."""
-    network = Network(options.port, computed=options.link)
+    network = Network(computed=options.link)
     with ExitStack() as stack:
         if options.link is not None and not options.compute_link:
             try:
-                network = Network(options.port, slow=stack.enter_context(slow_link(options.link)))
+                network = Network(slow=stack.enter_context(slow_link(options.link)))
             except NoSlowLink as error:
                 view.message(
                     f"no real link of {options.link} can be made here ({error}): the runs go at full speed, and the "
@@ -187,5 +164,9 @@ def _run_in_place(runs: Sequence[Settings], view: View, place: Place) -> list[Ou
     return outcomes
 
 
-def _shower(view: View, run: int) -> Callable[[Progress], None]:
-    return lambda progress: view.progress(Row(run, progress.worker), progress)
+def _shower(view: View, run: int) -> Callable[[str], None]:
+    def show(line: str) -> None:
+        progress = Progress(**json.loads(line))
+        view.progress(Row(run, progress.worker), progress)
+
+    return show

@@ -6,8 +6,9 @@ import typer
 
 from laconic.cli import options
 from laconic.cli.options import DEFAULT
-from laconic.cli.running import CommandOptions, run_all, workers_here
+from laconic.cli.running import CommandOptions, run_all
 from laconic.cli.view import Row
+from laconic.tools.launch.workers import workers_here
 
 
 def train(
@@ -28,10 +29,9 @@ def train(
     guard: options.GuardMode = DEFAULT.guard,
     json: options.Json = None,
     plain: options.Plain = False,
-    port: options.Port = 0,
     oversubscribe: options.Oversubscribe = False,
 ) -> None:
     """Train a small model with one plan, on workers of this machine or under torchrun."""
     settings = options.lab_settings(command, workers=workers_here(workers))
     labels = {Row(0, worker): f"worker {worker}" for worker in range(settings.workers)}
-    run_all([settings], CommandOptions(port, oversubscribe, json, plain), labels)
+    run_all([settings], CommandOptions(oversubscribe, json, plain), labels)

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from laconic.exchange import Exchange, State, Tensors
+from laconic.exchange import Averaged, Exchange, Peers, State, Tensors
 
 
 @runtime_checkable
@@ -22,11 +22,12 @@ class Codec(Protocol):
         """Return whether this codec can encode a tensor of `shape`, and makes it smaller. The rest is sent exactly."""
         ...
 
-    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
-        """Average `tensors` with all other workers.
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
+        """Average `tensors` with all other workers; `peers` says which worker this is, and among how many.
 
         The tensors share one dtype and device. The codec does not change them, unless `reuse` lets it overwrite their
-        memory. A codec that keeps something asks `Decide` at its end, and changes `state` only if the answer is true.
+        memory: the caller must then not ask for `own()`, which may read that memory. A codec that keeps something asks
+        `Decide` at its end, and changes `state` only if the answer is true.
         """
         ...
 
@@ -34,27 +35,6 @@ class Codec(Protocol):
 def accept_every_shape(codec: object, shape: torch.Size) -> bool:
     """Return True: the method `accepts` of codecs for all shapes."""
     return True
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for arithmetic and residuals: float64 for float64, else float32.
-
-    >>> wide_dtype(torch.bfloat16), wide_dtype(torch.float64)
-    (torch.float32, torch.float64)
-    """
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to a narrower dtype; finite numbers beyond its range become its largest, NaN and Inf stay.
-
-    >>> narrowed(torch.tensor([1e9, -1e9, torch.inf]), torch.float16)
-    tensor([ 65504., -65504.,      inf], dtype=torch.float16)
-    """
-    if dtype != torch.float16:  # all others have the range of fp32, but for the last half of a rounding
-        return x.to(dtype)
-    largest = torch.finfo(dtype).max
-    return torch.where(x.isinf(), x, x.clamp(-largest, largest)).to(dtype)
 
 
 def keep_if(ok: Tensor, new: Tensor, old: Tensor) -> Tensor:

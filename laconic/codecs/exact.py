@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from laconic.codecs.contract import accept_every_shape
-from laconic.codecs.packing import pack, unpack
-from laconic.exchange import Averaged, Exchange, Mean, State, Tensors, all_finite
+from laconic.exchange import Averaged, Exchange, Mean, Peers, State, Tensors, all_finite
 from laconic.kernels.choose import can_collect
+from laconic.packing import on_cuda, pack, unpack
 from laconic.values import as_code
 
 
@@ -31,22 +31,17 @@ class Exact:
         if not isinstance(self.wide, bool):
             raise ValueError(f"Exact(wide={self.wide!r}): wide must be True or False.")
 
-    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         """Average `tensors` as they are."""
-        some = next(iter(tensors.values()), None)
-        if reuse and some is not None and some.is_cuda and can_collect(tensors):
+        if reuse and on_cuda(tensors) and can_collect(tensors):
             return (yield from self._collected(tensors, state))
         flat = pack(tensors, alias=reuse)
         if flat.numel():  # no collective for an empty tensor
             flat = yield Mean(flat, wide=self.wide)
         mean = unpack(flat, like=tensors)
+        return Averaged(mean, lambda: dict(tensors), lambda: all_finite({"": flat}))
 
-        def own() -> dict[str, Tensor]:
-            return _overwritten() if reuse else dict(tensors)
-
-        return Averaged(mean, own, lambda: all_finite({"": flat}))
-
-    def _collected(self, tensors: Tensors, state: State) -> Exchange:
+    def _collected(self, tensors: Tensors, state: State) -> Exchange[Averaged]:
         """Average many small CUDA tensors: one launch copies them into one message, one launch copies the mean back."""
         from laconic.kernels.cuda.collect import Collection  # needs Triton
 
@@ -57,7 +52,7 @@ class Exact:
             collection = known[names] = Collection(tensors)
         flat = yield Mean(collection.gather(tensors), wide=self.wide)
         collection.scatter(flat)
-        return Averaged(dict(tensors), _overwritten, lambda: all_finite({"": flat}))
+        return Averaged(dict(tensors), lambda: dict(tensors), lambda: all_finite({"": flat}))
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,7 +76,7 @@ class Cast:
         """The dtype of the messages."""
         return torch.bfloat16 if self.to == "bf16" else torch.float16
 
-    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         """Average `tensors` rounded to the smaller dtype."""
         flat = pack({name: t.to(self.dtype) for name, t in tensors.items()})
         if flat.numel():
@@ -92,7 +87,3 @@ class Cast:
             return {name: t.to(self.dtype).to(t.dtype) for name, t in tensors.items()}
 
         return Averaged(mean, own, lambda: all_finite({"": flat}))
-
-
-def _overwritten() -> dict[str, Tensor]:
-    raise RuntimeError("Exact: the own part was overwritten by the mean. Pass reuse=False to keep it.")

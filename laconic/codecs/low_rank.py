@@ -8,20 +8,19 @@ turns and Q on odd turns: half the bytes and one round, as in the authors' curre
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from laconic.codecs.contract import keep_if, narrowed, wide_dtype
-from laconic.codecs.low_rank_state import Factors
-from laconic.codecs.orthonormal import orthonormal_all
-from laconic.codecs.packing import aligned, pack, unpack
+from laconic.codecs.contract import keep_if
 from laconic.codecs.quantized import Quantized, check_bits
-from laconic.codecs.shards import Reduced, Reducing, reduce_in_shards
-from laconic.exchange import Averaged, Decide, Exchange, Mean, Rank, Request, State, Tensors, all_finite, true
+from laconic.codecs.shards import Reduced, reduce_in_shards
+from laconic.exchange import Averaged, Decide, Exchange, Mean, Peers, State, Tensors, all_finite, true
+from laconic.kernels.orthonormal import orthonormal_all
+from laconic.packing import aligned, narrowed, pack, unpack, wide_dtype
 from laconic.values import as_code, is_number, is_whole
 
 
@@ -69,28 +68,28 @@ class LowRank:
         rank = min(self.rank, rows, columns)
         return rank * (rows + columns) * self.min_compression < rows * columns
 
-    def average(self, tensors: Tensors, state: State, *, reuse: bool = False) -> Exchange:
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         """Average low-rank approximations of the matrices."""
         matrices = {name: _matrix(self, name, t) for name, t in tensors.items()}  # [rows, columns] each
         if not matrices:
             return Averaged({}, dict, true)
         factors = Factors(state)
         if self.rounds == "two":
-            mean, own, ok = yield from self._two_rounds(matrices, factors)
+            mean, own, ok = yield from self._two_rounds(matrices, factors, peers)
         else:
-            mean, own, ok = yield from self._one_round(matrices, factors)
+            mean, own, ok = yield from self._one_round(matrices, factors, peers)
         # On an accelerator, reading `ok` would wait for the device, so the turn always advances there.
         if ok.device.type != "cpu" or bool(ok):
             factors.advance(matrices)
         return Averaged(_products(mean, tensors), lambda: _products(own(), tensors), lambda: ok, decided=True)
 
-    def _two_rounds(self, matrices: dict[str, Tensor], factors: Factors) -> _Rounds:
+    def _two_rounds(self, matrices: dict[str, Tensor], factors: Factors, peers: Peers) -> _Rounds:
         before = {name: self.first_q(name, m.shape, factors, m) for name, m in matrices.items()}
         q = orthonormal_all(before)
         own_p = {name: aligned(m) @ q[name] for name, m in matrices.items()}  # [rows, rank]
-        p = orthonormal_all((yield from self.reduce(own_p, factors)).mean)
+        p = orthonormal_all((yield from self.reduce(own_p, factors, peers)).mean)
         own_q = {name: m.T @ p[name] for name, m in matrices.items()}  # [columns, rank]
-        reduced = yield from self.reduce(own_q, factors)
+        reduced = yield from self.reduce(own_q, factors, peers)
         q = reduced.mean
         ok = yield Decide(all_finite(q))
         if self.warm_start:
@@ -99,7 +98,7 @@ class LowRank:
             factors.p.update(_usable(p, zeros | factors.p, ok))
         return _pairs(p, q), lambda: _pairs(p, reduced.own()), ok
 
-    def _one_round(self, matrices: dict[str, Tensor], factors: Factors) -> _Rounds:
+    def _one_round(self, matrices: dict[str, Tensor], factors: Factors, peers: Peers) -> _Rounds:
         """Send P = M Q on even turns and Q = Mᵀ P on odd turns; all workers hold the other factor already."""
         even = {name: m for name, m in matrices.items() if not factors.sends_q(name)}
         odd = {name: m for name, m in matrices.items() if name not in even}
@@ -107,7 +106,7 @@ class LowRank:
         p = orthonormal_all({name: factors.p[name] for name in odd})
         own_p = {name: aligned(m) @ q[name] for name, m in even.items()}  # [rows, rank]
         own_q = {name: m.T @ p[name] for name, m in odd.items()}  # [columns, rank]
-        reduced = yield from self.reduce(own_p | own_q, factors)
+        reduced = yield from self.reduce(own_p | own_q, factors, peers)
         mean = reduced.mean
         ok = yield Decide(all_finite(mean))
         mean_p = {name: mean[name] for name in even}
@@ -124,16 +123,27 @@ class LowRank:
 
         return _pairs(mean_p | p, q | mean_q), own, ok
 
-    def reduce(self, own: dict[str, Tensor], factors: Factors) -> Reducing:
+    def reduce(self, own: dict[str, Tensor], factors: Factors, peers: Peers) -> Exchange[Reduced]:
         """Average thin factors [rows or columns, rank] over all workers, in few bits if `bits` says so."""
         if self.bits is None:
             mean = unpack((yield Mean(pack(own))), like=own)
             return Reduced(mean, lambda: own)
         # Transposed, so that the numbers of a block belong to one column: columns differ in size.
         turned = {name: x.T.contiguous() for name, x in own.items()}
-        reduced = yield from reduce_in_shards(turned, Quantized(self.bits), factors.state)
+        reduced = yield from reduce_in_shards(turned, self.of_factors, factors.state, peers)
         back = {name: x.T.contiguous() for name, x in reduced.mean.items()}
         return Reduced(back, lambda: {name: x.T for name, x in reduced.own().items()})
+
+    @property
+    def of_factors(self) -> Quantized:
+        """The codec of the factors' numbers, where `bits` is given."""
+        return Quantized(self.bits or 8)
+
+    def may_fuse(self, tensors: Tensors, factors: Factors) -> bool:
+        """Return whether all matrices are contiguous and send the same factor at this call, as fused paths need it."""
+        if not self.warm_start or not all(t.is_contiguous() for t in tensors.values()):
+            return False
+        return self.rounds == "two" or factors.in_step(tensors)
 
     def first_q(self, name: str, shape: torch.Size, factors: Factors, like: Tensor) -> Tensor:
         """Return the Q to start from, [columns, rank]: the last one, or a random one, equal on all workers."""
@@ -146,6 +156,49 @@ class LowRank:
         rows, columns = shape[0], shape[1:].numel()
         dtype = wide_dtype(like.dtype)
         return torch.randn(columns, min(self.rank, rows, columns), generator=generator, dtype=dtype).to(like.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """A view of the state dict of `LowRank`, by parameter name: only this class knows the keys of the dict."""
+
+    state: State
+
+    @property
+    def p(self) -> dict[str, Tensor]:
+        """The last P of each matrix, [rows, rank]."""
+        p: dict[str, Tensor] = self.state.setdefault("p", {})
+        return p
+
+    @property
+    def q(self) -> dict[str, Tensor]:
+        """The last Q of each matrix, [columns, rank]."""
+        q: dict[str, Tensor] = self.state.setdefault("q", {})
+        return q
+
+    def turn(self, name: str) -> int:
+        """Return the number of calls that updated the matrix `name`."""
+        turn: int = self.state.get("turn", {}).get(name, 0)
+        return turn
+
+    def sends_q(self, name: str) -> bool:
+        """Return whether alternating rounds send Q at this call (odd turns), and not P (even turns)."""
+        return self.turn(name) % 2 == 1
+
+    def in_step(self, names: Iterable[str]) -> bool:
+        """Return whether all these matrices send the same factor at this call."""
+        turns: dict[str, int] = self.state.get("turn", {})
+        return len({turns.get(name, 0) % 2 for name in names}) == 1
+
+    def advance(self, names: Iterable[str]) -> None:
+        """Count a call for these matrices."""
+        turns: dict[str, int] = self.state.setdefault("turn", {})
+        turns.update({name: turns.get(name, 0) + 1 for name in names})
+
+    def cache(self, key: str) -> dict[Any, Any]:
+        """Return a dict for what kernels prepare once for each memory layout. It is never saved."""
+        cache: dict[Any, Any] = self.state.setdefault(f"_{key}", {})
+        return cache
 
 
 def _check_types(rank: object, min_compression: object, warm_start: object, seed: object) -> None:
@@ -164,7 +217,7 @@ def _check_types(rank: object, min_compression: object, warm_start: object, seed
 
 
 _Pairs: TypeAlias = dict[str, tuple[Tensor, Tensor]]
-_Rounds: TypeAlias = Generator[Request | Decide | Rank, Tensor, tuple[_Pairs, Callable[[], _Pairs], Tensor]]
+_Rounds: TypeAlias = Exchange[tuple[_Pairs, Callable[[], _Pairs], Tensor]]
 
 
 def _matrix(codec: LowRank, name: str, t: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from laconic.comm.dry import dry
 from laconic.comm.lockstep import lockstep
-from laconic.exchange import Averaged, Decide, Exchange, First, Gather, Mean, Request, State, Tensors
+from laconic.exchange import Averaged, Decide, Exchange, First, Gather, Mean, Peers, Request, State, Tensors
 
 __all__ = [
     "Averaged",
@@ -11,6 +11,7 @@ __all__ = [
     "First",
     "Gather",
     "Mean",
+    "Peers",
     "Request",
     "State",
     "Tensors",

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from laconic.codecs.packing import cut, in_buckets, overlapping, pack, same_memory, side_by_side, unpack
 from laconic.comm.collectives import sums_exactly
 from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Averaged, Exchange, Mean, all_finite
+from laconic.packing import cut, in_buckets, overlapping, pack, same_memory, side_by_side, unpack
 
 LARGE_BYTES = 1 << 20
 """Tensors of this size are averaged in their own memory. Smaller ones are packed: a copy costs less than latency."""
@@ -41,7 +41,7 @@ def average_in_place(
 
 def in_pieces(
     tensors: Mapping[str, Tensor], workers: int, large_bytes: int = LARGE_BYTES, piece_bytes: int | None = None
-) -> Iterator[Exchange]:
+) -> Iterator[Exchange[Averaged]]:
     """Divide tensors into exchanges of one collective each, by their shapes and dtypes alone, which all workers share.
 
     Memory layout decides only how this worker handles a piece: one that is not contiguous, or shares memory with
@@ -60,7 +60,7 @@ def in_pieces(
             yield _averaged({name: small[name] for name in names}, in_place=False)
 
 
-def _averaged(tensors: dict[str, Tensor], in_place: bool) -> Exchange:
+def _averaged(tensors: dict[str, Tensor], in_place: bool) -> Exchange[Averaged]:
     """Average tensors of one dtype in one collective, and write the means over them."""
     flat = side_by_side(tensors.values()) if in_place else None
     mean = yield Mean(pack(tensors) if flat is None else flat, wide=True)
@@ -77,7 +77,7 @@ def write(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
             torch._foreach_copy_([into[name] for name in moved], [values[name] for name in moved])
 
 
-def written(exchange: Exchange, into: Mapping[str, Tensor]) -> Exchange:
+def written(exchange: Exchange[Averaged], into: Mapping[str, Tensor]) -> Exchange[Averaged]:
     """Run an exchange, and write its means over `into`."""
     end = yield from exchange
     if end.mean is not into:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from laconic.comm.queue import CollectiveQueue
 from laconic.comm.ring import gloo_mean
 from laconic.comm.running import Batch, Running
 from laconic.errors import LostWorkerError, names
-from laconic.exchange import Exchange, Request, operation, payload_bytes
+from laconic.exchange import Decide, Exchange, Peers, Request, intercept, operation, payload_bytes
 from laconic.ledger import Ledger
 from laconic.torch_private.distributed import LocalGroup
 
@@ -48,7 +48,7 @@ Served: TypeAlias = Callable[[Members, list[Collective]], None]
 class _Meeting:
     """The exchanges of the workers that have arrived, and how often all have."""
 
-    arrived: dict[int, Exchange] = field(default_factory=dict)
+    arrived: dict[int, Exchange[Any]] = field(default_factory=dict)
     sent: list[Collective] = field(default_factory=list)
     rounds: int = 0
 
@@ -110,7 +110,7 @@ class Meetings:
             self.error = self.error or error
             self._changed.notify_all()
 
-    def meet(self, members: Members, worker: int, exchange: Exchange, sent: list[Collective]) -> None:
+    def meet(self, members: Members, worker: int, exchange: Exchange[Any], sent: list[Collective]) -> None:
         """Wait for the other members, and run the exchanges of all. `sent` grows while they run."""
         with self._changed:
             meeting = self._meetings.setdefault(members, _Meeting())
@@ -187,12 +187,12 @@ class InProcessQueue(CollectiveQueue):
     def __init__(self, group: InProcessGroup, ledger: Ledger, level: str) -> None:
         super().__init__(None, ledger, level)
         self.group, self._place = group, group
-        self.rank, self.workers = group.rank(), group.size()
+        self.peers = Peers(group.rank(), group.size())
         self._submitted: list[Running] = []
 
     def submit_all(
         self,
-        exchanges: Sequence[Exchange],
+        exchanges: Sequence[Exchange[Any]],
         phase: str,
         values: Sequence[Tensor],
         futures: Sequence[Future[Tensor]],
@@ -221,20 +221,18 @@ class InProcessQueue(CollectiveQueue):
             if not all(each.batch.quiet for each in running):
                 raise
 
-    def _recorded(self, running: Running, index: int, sent: list[Collective]) -> Exchange:
+    def _recorded(self, running: Running, index: int, sent: list[Collective]) -> Exchange[Any]:
         """Run an exchange, record its collectives, and complete the futures of its caller."""
-        answer: Tensor | None = None
-        while True:
-            try:
-                # The first send starts the generator: it must be None, whatever the annotation says.
-                request = running.exchange.send(answer)  # type: ignore[arg-type]
-            except StopIteration as stop:
-                running.result, running.ended = stop.value, True
-                running.batch.one_ended()
-                return running.result
+
+        def see(request: Request | Decide) -> Exchange[Tensor]:
             answer = yield request
-            if isinstance(request, Request) and self.workers > 1:
+            if not isinstance(request, Decide) and self.peers.size > 1:
                 running.request, running.launched_s = request, time.perf_counter()
                 running.round += 1
-                running.record(self.ledger, self.rank, self.workers, self.level)
+                running.record(self.ledger, self.peers, self.level)
                 sent.append(Collective(operation(request), payload_bytes(request), running.phase, running.step, index))
+            return answer
+
+        running.result, running.ended = (yield from intercept(running.exchange, see)), True
+        running.batch.one_ended()
+        return running.result

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,18 +18,19 @@ from laconic.exchange import (
     AllToAll,
     Averaged,
     Decide,
+    Done,
     Exchange,
     First,
     Max,
     Mean,
-    Rank,
     Request,
+    T,
+    advance,
     all_true,
     describe,
     operation,
     own_bytes,
     payload_bytes,
-    rank_of,
     true,
 )
 from laconic.ledger import Ledger
@@ -46,8 +47,8 @@ def exact_mean(requests: Sequence[Mean]) -> Tensor:
 
 
 def lockstep(
-    exchanges: Sequence[Exchange], ledger: Ledger | None = None, phase: str = "test", mean: Means = exact_mean
-) -> list[Averaged]:
+    exchanges: Sequence[Exchange[T]], ledger: Ledger | None = None, phase: str = "test", mean: Means = exact_mean
+) -> list[T]:
     """Run one exchange a worker to its end and return each worker's result.
 
     `ledger` records what worker 0 would have sent. `mean` computes means; `ring.gloo_mean` as processes do.
@@ -58,14 +59,15 @@ def lockstep(
     round_ = 0
     while True:
         round_ += 1
+        # Each worker gets a copy of the answer: they share no memory.
         requests = [
-            _placed(exchange, answer, worker, len(exchanges))
-            for worker, (exchange, answer) in enumerate(zip(exchanges, answers, strict=True))
+            advance(exchange, None if answer is None else answer.clone())
+            for exchange, answer in zip(exchanges, answers, strict=True)
         ]
         _check_same(requests, round_)
-        pending = [request for request in requests if not isinstance(request, Averaged)]
+        pending = [request for request in requests if not isinstance(request, Done)]
         if not pending:
-            return [result for result in requests if isinstance(result, Averaged)]
+            return [end.result for end in requests if isinstance(end, Done)]
         first = pending[0]
         if ledger is not None and not isinstance(first, Decide):
             size, own = payload_bytes(first), own_bytes(first, 0)
@@ -73,60 +75,32 @@ def lockstep(
         answers = list(serve(pending, mean))
 
 
-def in_turn(exchanges: Sequence[Exchange]) -> Exchange:
+def in_turn(exchanges: Sequence[Exchange[T]]) -> Exchange[list[T]]:
     """Run one worker's exchanges, as of several buckets, one after another; they keep their state together or not."""
-    held: list[tuple[Exchange, Tensor]] = []
-    ends: list[Averaged] = []
-    for exchange in exchanges:
-        answer: Tensor | None = None
-        while True:
-            request = _advance(exchange, answer)
-            if isinstance(request, Averaged):
-                ends.append(request)
-                break
-            if isinstance(request, Decide):
-                held.append((exchange, request.ok))
-                break
-            answer = yield request
-    undecided = [end.finite for end in ends if not end.decided]
-    ok = all_true([*(ok for _, ok in held), *(finite() for finite in undecided)]) if held else true()
-    verdict = yield Decide(ok)
-    for exchange, _ in held:
-        end = _advance(exchange, verdict)
-        assert isinstance(end, Averaged), "Decide is the last request of an exchange"
-        ends.append(end)
-    mean = {name: t for end in ends for name, t in end.mean.items()}
-    own, each_finite = [end.own for end in ends], [end.finite for end in ends]
-    return Averaged(
-        mean,
-        lambda: {name: t for each in own for name, t in each().items()},
-        lambda: all_true([verdict, *(finite() for finite in each_finite)]),
-        decided=True,
-    )
-
-
-def _placed(exchange: Exchange, answer: Tensor | None, worker: int, workers: int) -> Request | Decide | Averaged:
-    """Advance an exchange to the next request that the others take part in; an answer is a copy of its own."""
-    request = _advance(exchange, None if answer is None else answer.clone())
-    while isinstance(request, Rank):
-        request = _advance(exchange, rank_of(worker, workers))
-    return request
-
-
-def _advance(exchange: Exchange, answer: Tensor | None) -> Request | Decide | Rank | Averaged:
-    try:
-        return next(exchange) if answer is None else exchange.send(answer)
-    except StopIteration as stop:
-        result: Averaged = stop.value
-        return result
+    held: dict[int, Tensor] = {}
+    ends: dict[int, T] = {}
+    for index, exchange in enumerate(exchanges):
+        asked = advance(exchange, None)
+        while not isinstance(asked, Decide | Done):
+            asked = advance(exchange, (yield asked))
+        if isinstance(asked, Decide):
+            held[index] = asked.ok
+        else:
+            ends[index] = asked.result
+    undecided = [end.finite for end in ends.values() if isinstance(end, Averaged) and not end.decided]
+    answer = yield Decide(all_true([*held.values(), *(finite() for finite in undecided)]) if held else true())
+    for index in held:
+        end = advance(exchanges[index], answer)
+        assert isinstance(end, Done), "Decide is the last request of an exchange"
+        ends[index] = end.result
+    return [ends[index] for index in range(len(exchanges))]
 
 
 def serve(requests: Sequence[Request | Decide], mean: Means = exact_mean) -> list[Tensor]:
     """Return the results of the same request of every worker; where they are equal, one tensor for all."""
     first = requests[0]
     if isinstance(first, Decide):
-        verdict = all_true([request.ok for request in requests if isinstance(request, Decide)])
-        return [verdict] * len(requests)
+        return [all_true([request.ok for request in requests if isinstance(request, Decide)])] * len(requests)
     if isinstance(first, AllToAll):
         parts = [request.x.split(request.rows) for request in requests if isinstance(request, AllToAll)]
         return [torch.stack(rows) for rows in zip(*parts, strict=True)]
@@ -138,7 +112,7 @@ def serve(requests: Sequence[Request | Decide], mean: Means = exact_mean) -> lis
     return [xs[first.worker] if isinstance(first, First) else xs] * len(requests)
 
 
-def _check_same(requests: Sequence[Request | Decide | Averaged], round_: int) -> None:
+def _check_same(requests: Sequence[Request | Decide | Done[Any]], round_: int) -> None:
     shown = [_shown(request) for request in requests]
     counts = Counter(shown)
     if len(counts) == 1:
@@ -152,8 +126,8 @@ def _check_same(requests: Sequence[Request | Decide | Averaged], round_: int) ->
     )
 
 
-def _shown(request: Request | Decide | Averaged) -> str:
-    if isinstance(request, Averaged):
+def _shown(request: Request | Decide | Done[Any]) -> str:
+    if isinstance(request, Done):
         return "the end"
     if isinstance(request, Decide):
         return "Decide"

@@ -23,6 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from laconic.comm.collectives import Group, launch
 from laconic.comm.running import Batch, OwnStream, Running, decide, new_future, resolved, wait_for
 from laconic.comm.thread import EndThread, Flush, Items, end_thread, leave_thread
 from laconic.comm.timeout import CollectiveTimeout
-from laconic.exchange import Averaged, Decide, Exchange, Rank, gather, rank_of
+from laconic.exchange import Averaged, Decide, Done, Exchange, Peers, T, advance, gather
 from laconic.ledger import Ledger
 from laconic.torch_private.distributed import destroy_group, ordered_by_stream, second_group
 
@@ -59,7 +60,7 @@ class CollectiveQueue:
         self.ledger = ledger
         self.level = level
         self.group = group
-        self.rank, self.workers = (0, 1) if group is None else (group.rank(), group.size())
+        self.peers = Peers(0, 1) if group is None else Peers(group.rank(), group.size())
         by_stream = group is not None and ordered_by_stream(group, device)
         self.device = torch.device("cuda" if by_stream else "cpu")
         """Where small tensors of our own must be: headers, digests."""
@@ -79,7 +80,12 @@ class CollectiveQueue:
         self._stop: weakref.finalize[..., CollectiveQueue] | None = None
         self._own_stream = OwnStream()
 
-    def submit(self, exchange: Exchange, phase: str, value: Tensor) -> Future[Tensor]:
+    @property
+    def workers(self) -> int:
+        """How many workers the group has."""
+        return self.peers.size
+
+    def submit(self, exchange: Exchange[Any], phase: str, value: Tensor) -> Future[Tensor]:
         """Queue an exchange; when it ends, the future's value is `value`.
 
         All workers must submit the same exchanges in the same order, and `flush` after the last of a batch.
@@ -90,7 +96,7 @@ class CollectiveQueue:
 
     def submit_all(
         self,
-        exchanges: Sequence[Exchange],
+        exchanges: Sequence[Exchange[Any]],
         phase: str,
         values: Sequence[Tensor],
         futures: Sequence[Future[Tensor]],
@@ -125,16 +131,16 @@ class CollectiveQueue:
         with torch.no_grad(), self._own_stream.of(self._active):
             self._finish(void)
 
-    def run(self, exchange: Exchange, phase: str) -> Averaged:
-        """Run one exchange to its end, and wait for it."""
+    def run(self, exchange: Exchange[T], phase: str) -> T:
+        """Run one exchange to its end, wait for it, and return its result."""
         nothing, future = torch.empty(0), new_future(torch.empty(0))
         (running,) = self.submit_all([exchange], phase, [nothing], [future])
         self._flush_and_wait(future)
-        assert running.result is not None
-        return running.result
+        result: T = running.result
+        return result
 
-    def run_all(self, exchanges: Iterable[Exchange], phase: str) -> None:
-        """Run exchanges together, and wait for all of them."""
+    def run_all(self, exchanges: Iterable[Exchange[Any]], phase: str) -> None:
+        """Run exchanges together, and wait for all of them. What they return is dropped, each when it ends."""
         started = list(exchanges)
         if started:
             nothing, future = torch.empty(0), new_future(torch.empty(0))
@@ -155,7 +161,7 @@ class CollectiveQueue:
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather `x` from every worker, on the host: [workers, *x.shape]. Every worker calls it and waits."""
-        return x.cpu()[None] if self.workers == 1 else self.run(gather(x.to(self.device)), "control").mean[""]
+        return x.cpu()[None] if self.workers == 1 else self.run(gather(x.to(self.device)), "control")
 
     def close(self) -> None:
         """End the thread when all exchanges have ended, and destroy the group that was made for this queue.
@@ -252,14 +258,10 @@ class CollectiveQueue:
                 except StopIteration as stop:
                     result = stop.value
                 if running.work is not None:
-                    running.record(self.ledger, self.rank, self.workers, self.level)
-            try:
-                # The first send starts the generator: it must be None, whatever the annotation says.
-                request = running.exchange.send(result)  # type: ignore[arg-type]
-                while isinstance(request, Rank):
-                    request = running.exchange.send(rank_of(self.rank, self.workers))
-            except StopIteration as stop:
-                self._end(running, stop.value)
+                    running.record(self.ledger, self.peers, self.level)
+            request = advance(running.exchange, result)
+            if isinstance(request, Done):
+                self._end(running, request.result)
                 return
             if isinstance(request, Decide):
                 running.held, running.work, running.collectives = request.ok, None, None
@@ -269,9 +271,9 @@ class CollectiveQueue:
             running.launched_s = time.perf_counter()
             running.work, running.collectives = None, launch(request, self.group)
 
-    def _end(self, running: Running, result: Averaged) -> None:
+    def _end(self, running: Running, result: Any) -> None:
         running.result, running.ended = result, True
-        if not result.decided:
+        if isinstance(result, Averaged) and not result.decided:
             self._ended.append(result.finite)
         running.batch.one_ended()
 

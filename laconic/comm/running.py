@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from laconic.exchange import Averaged, Exchange, First, Request, all_true, operation, own_bytes, payload_bytes
+from laconic.exchange import Exchange, First, Peers, Request, all_true, operation, own_bytes, payload_bytes
 from laconic.ledger import Ledger
 
 
@@ -49,12 +49,12 @@ class Batch:
 class Running:
     """An exchange, the request that is being served, and the collective in flight for it."""
 
-    exchange: Exchange
+    exchange: Exchange[Any]
     batch: Batch
     phase: str
     step: int
     ended: bool = False
-    result: Averaged | None = None
+    result: Any = None
     round: int = 0
     request: Request | None = None
     collectives: Generator[Any, None, Tensor] | None = None
@@ -65,21 +65,21 @@ class Running:
     answer: Tensor | None = None
     """The answer to `Decide`, to be sent next."""
 
-    def record(self, ledger: Ledger, rank: int, workers: int, level: str) -> None:
+    def record(self, ledger: Ledger, peers: Peers, level: str) -> None:
         """Write the collective that has ended to the ledger."""
         assert self.request is not None
-        distance = (rank - self.request.worker) % workers if isinstance(self.request, First) else 0
+        distance = (peers.rank - self.request.worker) % peers.size if isinstance(self.request, First) else 0
         ledger.record(
             operation(self.request),
             payload_bytes(self.request),
-            workers,
+            peers.size,
             phase=self.phase,
             level=level,
             round_=self.round,
             step=self.step,
             seconds=time.perf_counter() - self.launched_s,
             distance=distance,
-            own=own_bytes(self.request, rank),
+            own=own_bytes(self.request, peers.rank),
         )
 
 

@@ -15,7 +15,10 @@ When a worker dies or stops, the others go back to the last committed step and c
 workers join after a synchronisation. Only a torch store must outlive the workers.
 """
 
-from laconic.elastic.errors import (
+from laconic.elastic.history import Committed
+from laconic.elastic.run import Run, Step
+from laconic.elastic.world import ElasticWorld, join, serve
+from laconic.errors import (
     DamagedStateError,
     ElasticError,
     EndedError,
@@ -23,10 +26,6 @@ from laconic.elastic.errors import (
     ReplacedError,
     StoreLostError,
 )
-from laconic.elastic.run import Run
-from laconic.elastic.snapshot import Committed
-from laconic.elastic.step import Step
-from laconic.elastic.world import ElasticWorld, join, serve
 
 __all__ = [
     "Committed",

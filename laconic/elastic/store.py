@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any, TypeAlias
 
 from laconic.comm.timeout import run_in_thread
-from laconic.elastic.errors import StoreLostError
+from laconic.errors import StoreLostError
 from laconic.torch_private.elastic import Store
 
 CancelCheck: TypeAlias = Callable[[], None]

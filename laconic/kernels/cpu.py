@@ -13,33 +13,33 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from laconic.codecs.orthonormal import orthonormal_all
-from laconic.codecs.packing import aligned, is_aligned
-from laconic.exchange import Averaged, Decide, Exchange, Tensors, all_finite
-from laconic.kernels.choose import own_is_in_residual
+from laconic.exchange import Averaged, Decide, Exchange, Peers, Tensors, all_finite
+from laconic.kernels.orthonormal import orthonormal_all
+from laconic.packing import aligned, is_aligned
 
 if TYPE_CHECKING:
-    from laconic.codecs.low_rank import LowRank
-    from laconic.codecs.low_rank_state import Factors
+    from laconic.codecs.low_rank import Factors, LowRank
 
 _BLOCK = 1 << 20
 """Numbers in a block of rows: 4 MB of fp32. Smaller ones cost more in calls and in threads that wait than they save."""
 
 
-def dense_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor], factors: Factors) -> Exchange:
+def dense_feedback(
+    codec: LowRank, tensors: Tensors, residual: dict[str, Tensor], factors: Factors, peers: Peers
+) -> Exchange[Averaged]:
     """Average `tensors` in place through `codec` with error feedback, and update the residuals in place."""
     old = {name: residual[name] if name in residual else torch.zeros_like(t) for name, t in tensors.items()}
     e = {name: _matrix(x) for name, x in old.items()}
     m = {name: _matrix(t) for name, t in tensors.items()}
     if codec.rounds == "two":
         own_p = _products(m, _known(m, factors.q, codec, factors), of_q=False, add=e)
-        fixed = orthonormal_all((yield from codec.reduce(own_p, factors)).mean)
+        fixed = orthonormal_all((yield from codec.reduce(own_p, factors, peers)).mean)
         sends_q, own = True, _products(m, fixed, of_q=True)
     else:
         sends_q = factors.sends_q(next(iter(tensors)))
         fixed = _known(m, factors.p if sends_q else factors.q, codec, factors)
         own = _products(m, fixed, of_q=sends_q, add=e)
-    reduced = yield from codec.reduce(own, factors)
+    reduced = yield from codec.reduce(own, factors, peers)
     mean = reduced.mean
 
     ok = yield Decide(all_finite(mean))
@@ -58,7 +58,7 @@ def dense_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor]
         _keep(mean, factors.q if sends_q else factors.p)
         (factors.p if sends_q else factors.q).update({name: x.clone() for name, x in fixed.items()})
         factors.advance(tensors)
-    return Averaged(dict(tensors), own_is_in_residual, lambda: ok, decided=True)
+    return Averaged(dict(tensors), lambda: dict(tensors), lambda: ok, decided=True)
 
 
 def _matrix(t: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +9,9 @@ from typing import Any
 
 import pytest
 
+from laconic.tools.compare.running import launch
 from laconic.tools.compare.settings import Settings
-from laconic.tools.launch.launch import launch
 
-pytestmark = [  # torch's launcher leaves the logs of workers open
-    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STEPS = 10
 
@@ -35,7 +30,6 @@ def test_the_loop_is_the_training_of_the_lab(peers, tmp_path):
     points = peers.read_points(tmp_path)
     assert [(p.step, round(p.loss, 5)) for p in points] == [(p.step, p.loss) for p in lab.validations]
     assert [p.ended for p in points] == ["", "steps"]
-    gc.collect()  # while the warnings of those logs are ignored
 
 
 def test_a_contestant_that_is_not_installed_is_a_row_with_its_message(peers):

@@ -55,7 +55,7 @@ def check_failed(folder: Path, error: CheckpointError, reason: str) -> None:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("call", ["fsync", "rename", "mkdir", "preadv", "open once", "rename once"])
+@pytest.mark.parametrize("call", ["fsync", "rename", "mkdir", "open once", "rename once"])
 def test_whichever_call_fails_the_older_checkpoint_is_intact(tmp_path, monkeypatch, call, wait):
     (name, _, once), failures = call.partition(" "), 0
     for after in itertools.count():

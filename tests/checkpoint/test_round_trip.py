@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from laconic import checkpoint
-from laconic.checkpoint.tree import flatten, unflatten
+from laconic.checkpoint.state import flatten, unflatten
 from tests.checkpoint.trees import KEYS, rich, same
 
 
@@ -58,7 +58,7 @@ def test_keys_never_become_paths(tmp_path):
     assert same(checkpoint.load(tmp_path / "outer" / "folder").state, state)
     files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
     place = "outer/folder/step-00000001"
-    assert files == [f"{place}/manifest.json", f"{place}/manifest.sha256", f"{place}/worker-00000.safetensors"]
+    assert files == [f"{place}/manifest.json", f"{place}/worker-00000.safetensors"]
 
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -82,8 +82,7 @@ trees = st.recursive(
 @given(tree=trees)
 def test_any_tree_comes_back(tree):
     skeleton, flat = flatten(tree)
-    assert same(unflatten(json.loads(json.dumps(skeleton, allow_nan=False)), flat.pop), tree)
-    assert not flat
+    assert same(unflatten(json.loads(json.dumps(skeleton, allow_nan=False)), flat), tree)
 
 
 def test_a_model_and_an_optimizer_come_back(tmp_path):
@@ -153,8 +152,9 @@ def test_loaded_tensors_have_memory_of_their_own(tmp_path):
     checkpoint.save(tmp_path, saved, step=1)
     state = checkpoint.load(tmp_path).state
     assert state["a"].untyped_storage().nbytes() == 12
-    for t in (saved["a"], state["a"]):
-        t.add_(1).resize_(100)
+    state["a"].add_(1)
+    saved["a"].add_(1).resize_(100)  # FSDP resizes what it shards
+    assert checkpoint.load(tmp_path).state["a"].tolist() == [0.0] * 3
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from torch import nn
 import laconic
 from laconic import checkpoint
 from laconic.checkpoint import CheckpointError
-from laconic.checkpoint.saving import SaveTransaction
+from laconic.checkpoint.saving import SaveTask
 from tests.checkpoint.trees import same
 from tests.workers import run_workers
 
@@ -74,7 +74,7 @@ def test_if_one_worker_cannot_write_none_has_saved(tmp_path, wait, bad):
     for worker, (error, *listed) in enumerate(results):
         assert listed == ["step-00000001"]
         assert "step 2 was not saved" in error
-        others = f"worker {bad} could not write its part" if worker == 0 else "worker 0 cancelled the save"
+        others = f"worker {bad} could not write its file" if worker == 0 else "worker 0 cancelled the save"
         reason = "No space left on device" if worker == bad else others
         assert reason in error
 
@@ -89,14 +89,14 @@ def save_with_one_of_another_kind(worker: int, folder: str) -> str:
 
 def test_a_wrong_state_on_one_worker_fails_on_all(tmp_path):
     first, second = run_workers(save_with_one_of_another_kind, workers=2, args=(str(tmp_path),))
-    assert "CheckpointError: step 1 was not saved" in first and "worker 1 could not write its part" in first
+    assert "CheckpointError: step 1 was not saved" in first and "worker 1 could not write its file" in first
     assert "TypeError: state has the type object" in second
     assert os.listdir(tmp_path) == []
 
 
 def test_a_worker_that_never_writes_is_named(tmp_path):
     """As two workers of one process, the second of which does nothing after the barrier."""
-    with pytest.raises(CheckpointError, match=r"workers \[1\] did not write their parts within 0.2 s"):
+    with pytest.raises(CheckpointError, match=r"workers \[1\] did not write their files within 0.2 s"):
         checkpoint.save(tmp_path, 1, step=1, worker=0, workers=2, barrier=list, timeout_s=0.2)
     assert os.listdir(tmp_path) == []
 
@@ -104,20 +104,19 @@ def test_a_worker_that_never_writes_is_named(tmp_path):
 def test_without_worker_0_the_others_fail(tmp_path):
     with pytest.raises(CheckpointError, match=r"worker 1 does not see a temporary folder .*do not share the folder"):
         checkpoint.save(tmp_path, 1, step=1, worker=1, workers=2, barrier=list, timeout_s=0.2)
-    (tmp_path / ".step-00000001.tmp").mkdir()
+    (tmp_path / ".step-00000001.0123abcd.tmp").mkdir()
     with pytest.raises(CheckpointError, match=r"worker 0 did not complete the checkpoint within 0.2 s"):
         checkpoint.save(tmp_path, 1, step=1, worker=1, workers=2, barrier=list, timeout_s=0.2)
 
 
 def test_a_worker_left_over_from_an_earlier_run_changes_nothing(tmp_path):
     """It would write to a folder of the same name that a new run has made."""
-    orphan = SaveTransaction(tmp_path, step=1, worker=1, workers=2, keep=3, timeout_s=1).run()
-    (tmp_path / ".step-00000001.tmp").mkdir()
-    next(orphan)
-    next(orphan)
+    orphan = SaveTask(tmp_path, step=1, worker=1, workers=2, keep=3, timeout_s=1)
+    (tmp_path / ".step-00000001.0123abcd.tmp").mkdir()
+    orphan.find()
     first = checkpoint.save(tmp_path, "new 0", step=1, worker=0, workers=2, barrier=list, wait=False)
     with pytest.raises(CheckpointError, match="worker 0 cancelled the save"):
-        orphan.send(("old 1", {}))
+        orphan.finish("old 1", {})
     assert not first.ended
     checkpoint.save(tmp_path, "new 1", step=1, worker=1, workers=2, barrier=list)
     assert first.wait()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.checkpoint.tree import AS_BYTES, NATIVE_DTYPES, as_bytes
+from laconic.checkpoint.state import AS_BYTES, NATIVE_DTYPES, as_bytes
 
 
 def same(a: Any, b: Any) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from laconic.checks.finite import NonFiniteCheck
 from laconic.codecs import ErrorFeedback, LowRank
 from laconic.comm.lockstep import lockstep
-from laconic.exchange import State
+from laconic.exchange import Peers, State
 from tests.laws.world import same_bits
 
 CODEC = ErrorFeedback(LowRank(rank=1))
@@ -17,8 +19,9 @@ CODEC = ErrorFeedback(LowRank(rank=1))
 def _average(gradients: list[Tensor], states: list[State]) -> Tensor:
     check = NonFiniteCheck("exclude")
     given = [{"w": g.clone()} for g in gradients]
-    average = [lambda g=g, s=s: CODEC.average(g, s, reuse=True) for g, s in zip(given, states, strict=True)]
-    ends = lockstep([check.watch(g, each) for g, each in zip(given, average, strict=True)])
+    workers = enumerate(zip(given, states, strict=True))
+    averages = [partial(CODEC.average, g, s, Peers(rank, 2), reuse=True) for rank, (g, s) in workers]
+    ends = lockstep([check.watch(g, each) for g, each in zip(given, averages, strict=True)])
     return ends[0].mean["w"].double()
 
 

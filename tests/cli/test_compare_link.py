@@ -162,7 +162,7 @@ def test_the_example_script_until_a_loss(outside, tmp_path):
     ("arguments", "words"),
     [
         (["--hosts", "4"], "--hosts 4: hosts are connected by a link. Add one, such as --link 100mbit."),
-        (["--link", "fast"], "--link 'fast': 'fast' is not a rate."),
+        (["--link", "fast"], "--link fast: write a rate"),
         (["--link", "1gbit", "--hosts", "2", "--workers", "3"], "there is one worker per host. Leave out --workers."),
         (["--link", "1gbit", "--hosts", "0"], "--hosts 0: there must be at least 1."),
         (

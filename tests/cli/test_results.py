@@ -9,8 +9,8 @@ from rich.console import Console
 
 from laconic.cli.results import check_writable, closing_table, write_json
 from laconic.tools.compare.records import Outcome
-from laconic.tools.compare.settings import LabError
-from laconic.tools.compare.units import human_bytes, ratio
+from laconic.tools.errors import UsageError
+from laconic.tools.units import human_bytes, ratio
 
 DDP = Outcome(
     plan="ddp()",
@@ -123,5 +123,5 @@ def test_checking_a_path_changes_nothing(tmp_path):
 
 def test_a_file_in_place_of_the_folder(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(LabError, match=r"--json .*: no file can be written in .*file"):
+    with pytest.raises(UsageError, match=r"--json .*: no file can be written in .*file"):
         check_writable(tmp_path / "file" / "out.json")

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from laconic.codecs import Cast, ErrorFeedback, Exact
-from laconic.comm.lockstep import lockstep
-from laconic.exchange import Averaged, Mean
+from laconic.exchange import Averaged, Done, Mean, Peers, advance
 from laconic.ledger import Ledger
+from tests.laws.world import averaged
 
 
 def test_half_the_bits_are_half_the_bytes() -> None:
     given = {"a": torch.ones(10), "b": torch.ones(3, 2)}
     for codec, size in ((Exact(), 64), (Cast("bf16"), 32), (Cast("fp16"), 32)):
         ledger = Ledger()
-        lockstep([codec.average(given, {}) for _ in range(2)], ledger)
+        averaged(codec, [given] * 2, ledger=ledger)
         assert (ledger.payload_bytes, ledger.collectives) == (size, 1)
 
 
@@ -26,7 +26,7 @@ def test_inputs_are_rounded_before_the_mean_and_the_mean_once_more(to: Any, dtyp
     given = [{"x": torch.tensor([1.0, 1 / 3, 3.1])}, {"x": torch.tensor([2.0, 1 / 7, -9.9])}]
     codec = Cast(to)
     assert codec.dtype == dtype
-    means = [end.mean["x"] for end in lockstep([codec.average(each, {}) for each in given])]
+    means = [end.mean["x"] for end in averaged(codec, given)]
     rounded = torch.stack([each["x"].to(dtype) for each in given]).double().mean(0).to(dtype).float()
     assert torch.equal(means[0], rounded)
     assert torch.equal(means[1], rounded)
@@ -34,22 +34,22 @@ def test_inputs_are_rounded_before_the_mean_and_the_mean_once_more(to: Any, dtyp
 
 def test_fp16_overflow_is_reported_and_stays_out_of_the_residual() -> None:
     codec, state = ErrorFeedback(Cast("fp16")), dict[str, Any]()
-    lockstep([codec.average({"x": torch.tensor([1 / 3])}, state)])
+    averaged(codec, [{"x": torch.tensor([1 / 3])}], [state])
     residual = state["residual"]["x"].clone()
-    (end,) = lockstep([codec.average({"x": torch.tensor([1e6])}, state)])
+    (end,) = averaged(codec, [{"x": torch.tensor([1e6])}], [state])
     assert not bool(end.finite())
     assert torch.equal(state["residual"]["x"], residual)
 
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_exact_requests_one_mean_with_the_given_wide(wide: bool) -> None:
-    exchange = Exact(wide=wide).average({"x": torch.ones(2)}, {})
-    request = next(exchange)
+    exchange = Exact(wide=wide).average({"x": torch.ones(2)}, {}, Peers(0, 2))
+    request = advance(exchange, None)
     assert isinstance(request, Mean)
     assert request.wide is wide
-    with pytest.raises(StopIteration) as end:
-        exchange.send(request.x)
-    assert isinstance(end.value.value, Averaged)
+    end = advance(exchange, request.x)
+    assert isinstance(end, Done)
+    assert isinstance(end.result, Averaged)
 
 
 REPLICAS = [
@@ -62,28 +62,22 @@ REPLICAS = [
 @pytest.mark.parametrize(("workers", "dtype"), REPLICAS, ids=str)
 def test_equal_replicas_stay_bit_equal_when_summed_wide(workers: int, dtype: torch.dtype) -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(workers), dtype=torch.float64).to(dtype)
-    ends = lockstep([Exact(wide=True).average({"x": x}, {}) for _ in range(workers)])
+    ends = averaged(Exact(wide=True), [{"x": x}] * workers)
     assert torch.equal(ends[0].mean["x"], x)
-
-
-def test_own_raises_if_the_input_was_overwritten() -> None:
-    (end,) = lockstep([Exact().average({"x": torch.ones(2)}, {}, reuse=True)])
-    with pytest.raises(RuntimeError, match=r"Exact: the own part was overwritten by the mean. Pass reuse=False"):
-        end.own()
 
 
 @pytest.mark.parametrize("codec", [Exact(), Cast("bf16")], ids=repr)
 def test_empty_input_needs_no_collective(codec: Exact | Cast) -> None:
     for given in ({}, {"none": torch.empty(0, 3)}):
         ledger = Ledger()
-        (end,) = lockstep([codec.average(given, {})], ledger)
+        (end,) = averaged(codec, [given], ledger=ledger)
         assert list(end.mean) == list(given)
         assert bool(end.finite())
         assert ledger.collectives == 0
 
 
 def test_large_but_finite_numbers_are_finite() -> None:
-    (end,) = lockstep([Exact().average({"x": torch.full((4,), 1e38)}, {})])
+    (end,) = averaged(Exact(), [{"x": torch.full((4,), 1e38)}])
     assert end.mean["x"].isfinite().all()
     assert bool(end.finite())
 

@@ -9,16 +9,15 @@ import torch
 
 from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
 from laconic.codecs.feedback import has_feedback, rescale_residuals, return_to_residual
-from laconic.comm.lockstep import lockstep
-from laconic.exchange import Mean
+from laconic.exchange import Mean, Peers
 from laconic.ledger import Ledger
-from tests.laws.world import World, residuals, tensors
+from tests.laws.world import World, averaged, residuals, tensors
 
 
 def test_the_next_round_sends_the_residual() -> None:
     codec, state = ErrorFeedback(Cast("bf16")), dict[str, Any]()
     fine = torch.tensor([1.0 + 2**-10])  # 2**-10 is lost in bf16
-    means = [float(lockstep([codec.average({"x": fine}, state)])[0].mean["x"]) for _ in range(8)]
+    means = [float(averaged(codec, [{"x": fine}], [state])[0].mean["x"]) for _ in range(8)]
     assert means[0] == 1
     assert max(means) > 1
     assert sum(means) + float(state["residual"]["x"]) == 8 * float(fine)
@@ -66,7 +65,7 @@ def test_what_rounding_and_the_range_of_half_precision_take_is_sent_later(codec:
 def test_inf_stays_inf_in_half_precision(codec: Codec) -> None:
     given = {"w": torch.ones(24, 24, dtype=torch.float16)}
     given["w"][3, 4] = torch.inf
-    (end,) = lockstep([codec.average(given, {})])
+    (end,) = averaged(codec, [given])
     assert not bool(end.finite()) and not end.mean["w"].isfinite().all()
 
 
@@ -149,13 +148,13 @@ def test_nested_feedback_is_refused(inner: Codec) -> None:
 def test_both_codecs_share_their_rounds() -> None:
     given = {"w": torch.ones(20, 30), "b": torch.ones(7)}
     ledger = Ledger()
-    lockstep([ByShape(LowRank(rank=1)).average(given, {}) for _ in range(2)], ledger)
+    averaged(ByShape(LowRank(rank=1)), [given] * 2, ledger=ledger)
     assert [entry.payload_bytes for entry in ledger.entries] == [4 * (20 + 7), 4 * 30]
 
 
 def test_messages_of_different_dtype_are_not_joined() -> None:
     given = {"w": torch.ones(20, 30), "b": torch.ones(7)}
-    exchange = ByShape(LowRank(rank=1), rest=Cast("bf16")).average(given, {})
+    exchange = ByShape(LowRank(rank=1), rest=Cast("bf16")).average(given, {}, Peers(0, 2))
     first = next(exchange)
     assert isinstance(first, Mean)
     second = exchange.send(first.x)
@@ -166,7 +165,7 @@ def test_messages_of_different_dtype_are_not_joined() -> None:
 def test_a_wide_mean_is_not_joined_with_another() -> None:
     given = {"w": torch.ones(20, 30), "b": torch.ones(7)}
     ledger = Ledger()
-    lockstep([ByShape(LowRank(rank=1), rest=Exact(wide=True)).average(given, {}) for _ in range(2)], ledger)
+    averaged(ByShape(LowRank(rank=1), rest=Exact(wide=True)), [given] * 2, ledger=ledger)
     assert [entry.payload_bytes for entry in ledger.entries] == [4 * 20, 4 * 7, 4 * 30]
 
 

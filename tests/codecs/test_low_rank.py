@@ -9,9 +9,8 @@ import torch
 
 import laconic
 from laconic.codecs import ByShape, ErrorFeedback, LowRank
-from laconic.codecs.low_rank_state import Factors
-from laconic.comm.lockstep import lockstep
-from tests.laws.world import World, tensors, true_mean
+from laconic.codecs.low_rank import Factors
+from tests.laws.world import World, averaged, tensors, true_mean
 
 
 def resnet18_cifar10() -> dict[str, tuple[int, ...]]:
@@ -102,7 +101,7 @@ def test_matrices_that_would_not_shrink_enough_are_declined(
 @pytest.mark.parametrize("shape", [(), (7,), (0, 4)])
 def test_tensors_that_are_not_matrices_are_refused_by_name(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError) as error:
-        lockstep([LowRank(rank=2).average({"bias": torch.zeros(shape)}, {})])
+        averaged(LowRank(rank=2), [{"bias": torch.zeros(shape)}])
     assert str(error.value) == (
         f"LowRank(rank=2) was given 'bias' of shape {list(shape)}: it accepts only matrices. "
         "Wrap it in ByShape(LowRank(rank=2)), which sends everything else exactly."
@@ -110,7 +109,7 @@ def test_tensors_that_are_not_matrices_are_refused_by_name(shape: tuple[int, ...
 
 
 def test_empty_input_needs_no_collective() -> None:
-    (end,) = lockstep([LowRank(rank=2).average({}, {})])
+    (end,) = averaged(LowRank(rank=2), [{}])
     assert end.mean == end.own() == {}
     assert bool(end.finite())
 
@@ -119,7 +118,7 @@ def test_the_seed_decides_the_first_factor() -> None:
     given = tensors("seed", names=["odd.weight"])
 
     def first(seed: int) -> torch.Tensor:
-        return lockstep([LowRank(rank=1, seed=seed).average(given, {})])[0].mean["odd.weight"]
+        return averaged(LowRank(rank=1, seed=seed), [given])[0].mean["odd.weight"]
 
     assert torch.equal(first(0), first(0))
     assert not torch.allclose(first(0), first(1))
@@ -127,21 +126,21 @@ def test_the_seed_decides_the_first_factor() -> None:
 
 def test_equal_shapes_start_from_different_factors() -> None:
     given = {name: torch.eye(30) for name in ("a", "b")}
-    mean = lockstep([LowRank(rank=1).average(given, {})])[0].mean
+    mean = averaged(LowRank(rank=1), [given])[0].mean
     assert not torch.allclose(mean["a"], mean["b"])
 
 
 def test_arithmetic_is_fp32_for_half_precision() -> None:
     codec = LowRank(rank=1)
     state: dict[str, Any] = {}
-    lockstep([codec.average({"w": torch.full((64, 64), 300.0, dtype=torch.float16)}, state)])
+    averaged(codec, [{"w": torch.full((64, 64), 300.0, dtype=torch.float16)}], [state])
     assert state["q"]["w"].dtype == torch.float32
     assert state["q"]["w"].abs().max() > 2000  # 300 * 64 / sqrt(64), whose squares overflow in fp16
 
 
 def test_fp16_matrices_near_overflow_are_exact() -> None:
     given = {"w": torch.full((64, 64), 60000.0, dtype=torch.float16)}
-    (end,) = lockstep([LowRank(rank=1).average(given, {})])
+    (end,) = averaged(LowRank(rank=1), [given])
     torch.testing.assert_close(end.mean["w"].float(), given["w"].float(), rtol=1e-3, atol=0)
 
 
@@ -149,7 +148,7 @@ def test_rows_and_columns_are_those_of_the_logical_shape() -> None:
     x = tensors("conv", names=["conv.weight"])["conv.weight"]
     assert not x.is_contiguous()
     for given in (x, x.contiguous()):
-        means = lockstep([LowRank(rank=2).average({"w": given}, {})])[0].mean["w"]
+        means = averaged(LowRank(rank=2), [{"w": given}])[0].mean["w"]
         flat = x.reshape(16, -1)
         assert torch.linalg.matrix_rank(means.reshape(16, -1)) == 2
         assert (means.reshape(16, -1) - flat).norm() < flat.norm()
@@ -211,7 +210,7 @@ def test_the_view_of_the_state_creates_keys_only_on_use() -> None:
 
 def test_by_shape_routes_by_shape() -> None:
     given = tensors("route", names=["square.weight", "narrow.weight", "bias", "gain"])
-    (end,) = lockstep([ByShape(LowRank(rank=1)).average(given, {})])
+    (end,) = averaged(ByShape(LowRank(rank=1)), [given])
     for name in ("narrow.weight", "bias", "gain"):
         assert torch.equal(end.mean[name], given[name])
     assert torch.linalg.matrix_rank(end.mean["square.weight"]) == 1

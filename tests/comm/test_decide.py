@@ -17,7 +17,7 @@ from tests.workers import run_workers
 NOTHING = torch.empty(0)
 
 
-def keeping(kept: dict[int, bool], name: int, value: float = 1.0, rounds: int = 2) -> Exchange:
+def keeping(kept: dict[int, bool], name: int, value: float = 1.0, rounds: int = 2) -> Exchange[Averaged]:
     """Send `name` numbers in each round, and note the answer as the state."""
     x = torch.empty(0)
     for _ in range(rounds):
@@ -27,12 +27,12 @@ def keeping(kept: dict[int, bool], name: int, value: float = 1.0, rounds: int = 
     return Averaged({"": x}, dict, lambda: ok, decided=True)
 
 
-def stateless(value: float = 1.0) -> Exchange:
+def stateless(value: float = 1.0) -> Exchange[Averaged]:
     x = yield Mean(torch.full((9,), value))
     return Averaged({"": x}, dict, lambda: x.isfinite().all())
 
 
-def failing(error: BaseException) -> Exchange:
+def failing(error: BaseException) -> Exchange[Any]:
     yield Mean(torch.ones(7))
     raise error
 
@@ -99,7 +99,7 @@ def test_workers_in_lockstep_and_their_buckets_keep_together() -> None:
     buckets = [[keeping(k, i + 1, v) for i, v in enumerate(row)] for k, row in zip(kept, values, strict=True)]
     ledger = Ledger()
     ends = lockstep([in_turn(each) for each in buckets], ledger)
-    assert kept == [{1: False, 2: False}] * 2 and not any(bool(end.finite()) for end in ends)
+    assert kept == [{1: False, 2: False}] * 2 and not any(bool(end.finite()) for worker in ends for end in worker)
     assert ledger.collectives == 4  # Decide sends nothing
 
 

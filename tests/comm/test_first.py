@@ -6,23 +6,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laconic.comm import Averaged, Exchange, First
+from laconic.comm import Exchange, First
 from laconic.comm.groups import subgroup_of
 from laconic.comm.queue import CollectiveQueue
-from laconic.exchange import true
 from laconic.ledger import Ledger
 from tests.workers import run_workers
 
 
-def _first(x: torch.Tensor, worker: int) -> Exchange:
-    return Averaged({"": (yield First(x, worker))}, dict, true)
+def _first(x: torch.Tensor, worker: int) -> Exchange[torch.Tensor]:
+    return (yield First(x, worker))
 
 
 def _receive(worker: int, size: int, source: int) -> tuple[list[int], list[tuple[str, int, int]]]:
     assert dist.group.WORLD is not None
     queue = CollectiveQueue(subgroup_of(dist.group.WORLD, size), Ledger())
     x = torch.arange(3)[:, None].expand(3, 2)[:, 0] + 10 * worker  # not contiguous in memory
-    got = queue.run(_first(x, source), "buffers").mean[""]
+    got = queue.run(_first(x, source), "buffers")
     return got.tolist(), [(e.op, e.payload_bytes, e.wire_bytes) for e in queue.ledger.entries]
 
 

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from laconic import DesyncError
-from laconic.comm import Averaged, Exchange, First, Gather, Mean, Request, lockstep
+from laconic.comm import Exchange, First, Gather, Mean, Request, lockstep
 from laconic.ledger import Ledger
 
 
-def asking(*requests: Request) -> Exchange:
-    """Ask for each of `requests` in sync; the mean at the end holds the answers."""
-    answers: dict[str, Tensor] = {}
-    for index, request in enumerate(requests):
-        answers[str(index)] = yield request
-    return Averaged(answers, dict, lambda: torch.tensor(True))
+def asking(*requests: Request) -> Exchange[list[Tensor]]:
+    """Ask for each of `requests`, and return the answers."""
+    answers = []
+    for request in requests:
+        answers.append((yield request))
+    return answers
 
 
-def answers(exchanges: Sequence[Exchange], ledger: Ledger | None = None) -> list[list[Tensor]]:
-    return [list(end.mean.values()) for end in lockstep(exchanges, ledger)]
+def answers(exchanges: Sequence[Exchange[list[Tensor]]], ledger: Ledger | None = None) -> list[list[Tensor]]:
+    return lockstep(exchanges, ledger)
 
 
 def test_mean_and_gather() -> None:
@@ -98,7 +99,7 @@ def test_an_exchange_may_ask_for_nothing() -> None:
     ],
     ids=["operation", "shape", "dtype", "rounds", "source"],
 )
-def test_workers_that_part_are_named(exchanges: list[Exchange], said: str) -> None:
+def test_workers_that_part_are_named(exchanges: list[Exchange[Any]], said: str) -> None:
     with pytest.raises(DesyncError) as error:
         lockstep(exchanges)
     assert str(error.value) == (

@@ -9,7 +9,7 @@ from torch import Tensor
 from laconic.checks.digests import digest
 from laconic.comm.queue import CollectiveQueue
 from laconic.comm.ring import gloo_mean
-from laconic.exchange import Averaged, Exchange, Mean, true
+from laconic.exchange import Exchange, Mean
 from laconic.ledger import Ledger
 from tests.workers import run_workers
 
@@ -22,8 +22,8 @@ def _rows(size: int, dtype: torch.dtype, workers: int) -> list[Tensor]:
     return [torch.randn(size, generator=draw).to(dtype) for _ in range(workers)]
 
 
-def _mean(x: Tensor, wide: bool) -> Exchange:
-    return Averaged({"": (yield Mean(x, wide=wide))}, dict, true)
+def _mean(x: Tensor, wide: bool) -> Exchange[Tensor]:
+    return (yield Mean(x, wide=wide))
 
 
 def _means_of_gloo(worker: int, workers: int) -> list[Tensor]:
@@ -32,7 +32,7 @@ def _means_of_gloo(worker: int, workers: int) -> list[Tensor]:
     for size in SIZES:
         for dtype in DTYPES:
             for wide in (False, True):
-                means.append(queue.run(_mean(_rows(size, dtype, workers)[worker], wide), "test").mean[""].clone())
+                means.append(queue.run(_mean(_rows(size, dtype, workers)[worker], wide), "test").clone())
     queue.close()
     return [digest(mean) for mean in means]
 

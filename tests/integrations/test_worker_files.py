@@ -105,7 +105,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
         def full(*_: object) -> None:
             raise OSError("No space left on device")
 
-        monkeypatch.setattr(worker_files, "write_worker_file", full)
+        monkeypatch.setattr(worker_files, "write_state", full)
         with pytest.raises(OSError, match="No space"):
             worker_files.save(tmp_path, session)
         assert (tmp_path / "laconic_0.safetensors").read_bytes() == before

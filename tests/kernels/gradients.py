@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.comm.lockstep import lockstep
 from laconic.exchange import State
+from tests.laws.world import averaged
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
@@ -52,7 +52,7 @@ def inputs(
 def run(codec: Any, tensors: list[dict[str, Tensor]], states: list[State], fast: bool) -> list[dict[str, Tensor]]:
     """Return each worker's means; `fast` lets the codec overwrite `tensors`, which the fused paths need."""
     given = tensors if fast else copy.deepcopy(tensors)
-    ends = lockstep([codec.average(t, s, reuse=fast) for t, s in zip(given, states, strict=True)])
+    ends = averaged(codec, given, states, reuse=fast)
     return [end.mean for end in ends]
 
 

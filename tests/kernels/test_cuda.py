@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from laconic.codecs import ByShape, ErrorFeedback, Exact, LowRank
-from laconic.comm.lockstep import lockstep
 from laconic.exchange import State
 from tests.kernels.gradients import GPU, SHAPES, close, inputs, run
+from tests.laws.world import averaged
 
 
 def on_gpu(test):
@@ -85,8 +85,8 @@ def test_small_tensors_are_collected_and_averaged_in_place(dtype):
         shapes = [(7,), (1500,), (1,), (33, 3), (4096,)]
         plain = [{f"v{i}": torch.randn(s, device="cuda").to(dtype) for i, s in enumerate(shapes)} for _ in range(2)]
         given = copy.deepcopy(plain)
-        expected = lockstep([Exact().average(t, {}) for t in plain])[0].mean
-        ends = lockstep([Exact().average(t, s, reuse=True) for t, s in zip(given, states, strict=True)])
+        expected = averaged(Exact(), plain)[0].mean
+        ends = averaged(Exact(), given, states, reuse=True)
         for name, mean in expected.items():
             assert torch.equal(ends[0].mean[name], mean)
             assert ends[0].mean[name] is given[0][name]
@@ -97,11 +97,12 @@ INTERPRETED = """
 import sys
 import torch
 from laconic.codecs import ByShape, ErrorFeedback, LowRank
-from laconic.codecs.low_rank_state import Factors
+from laconic.codecs.low_rank import Factors
 from laconic.comm.lockstep import lockstep
-from laconic.exchange import Mean
+from laconic.exchange import Mean, Peers
 from laconic.kernels.cuda.collect import Collection
 from laconic.kernels.cuda.fused import bind
+from tests.laws.world import averaged
 
 torch.manual_seed(0)
 rank, steps = int(sys.argv[1]), int(sys.argv[2])
@@ -116,8 +117,8 @@ for rounds in ("two", "alternating"):
         kept = {name: t.clone() for name, t in residual.items()}
         if step == steps:
             copies["c"][-1] = vectors["c"][-1] = float("nan")
-        expected = lockstep([ByShape(ErrorFeedback(codec)).average(copies, plain)])[0].mean
-        end = lockstep([bind(codec, matrices, vectors, given, residual, factors).exchange()])[0]
+        expected = averaged(ByShape(ErrorFeedback(codec)), [copies], [plain])[0].mean
+        end = lockstep([bind(codec, matrices, vectors, given, residual, factors).exchange(Peers(0, 1))])[0]
         if step == steps:  # the whole step is void
             assert not bool(end.finite()) and not any(t.isfinite().any() for t in end.mean.values())
             assert all(torch.equal(residual[name], t) for name, t in kept.items())
@@ -133,7 +134,7 @@ for rounds in ("two", "alternating"):
         given["a"][::2] *= 0.3
         residual = {"a": torch.full((70, 92), 3e4)}
         truth = given["a"].float() + residual["a"]
-        end = lockstep([bind(codec, given, {}, given, residual, factors).exchange()])[0]
+        end = lockstep([bind(codec, given, {}, given, residual, factors).exchange(Peers(0, 1))])[0]
         assert bool(end.finite()) and given["a"].isfinite().all() and given["a"].dtype == dtype
         assert (given["a"].float() + residual["a"] - truth).abs().max() <= 1e-5 * truth.abs().max(), (rounds, dtype)
         assert given["a"].max() == 65504 or (rounds, dtype) != ("two", torch.float16)
@@ -141,7 +142,7 @@ for rounds in ("two", "alternating"):
     for verdict in (False, True):  # of all exchanges of the step
         given, residual, factors = {"a": torch.randn(70, 92)}, {}, Factors({})
         for step in range(3):
-            exchange = bind(codec, given, {}, given, residual, factors).exchange()
+            exchange = bind(codec, given, {}, given, residual, factors).exchange(Peers(0, 1))
             before = [t.clone() for t in (residual["a"], factors.p["a"], factors.q["a"])]
             request = next(exchange)
             while isinstance(request, Mean):

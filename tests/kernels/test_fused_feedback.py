@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from laconic.codecs import ByShape, ErrorFeedback, LowRank
-from laconic.codecs.orthonormal import orthonormal
 from laconic.comm.lockstep import in_turn, lockstep
 from laconic.exchange import State
+from laconic.kernels.orthonormal import orthonormal
 from tests.kernels.gradients import DEVICES, SHAPES, close, inputs, run
-from tests.laws.world import same_bits
+from tests.laws.world import exchanges_of, same_bits
 
 
 def each_shape(quick: Sequence[str]) -> pytest.MarkDecorator:
@@ -243,11 +243,9 @@ def test_a_step_that_another_bucket_voids_changes_nothing(device, fast, rounds):
         void = {2: renamed[0][1]["0.w1"][3], 3: renamed[1][0]["1.w0"][3], 4: rest[1]["bias"]}.get(step)
         if void is not None:
             void[0] = torch.nan
-        pairs = zip(*renamed, rest, strict=True)
-        ends = lockstep(
-            [in_turn([codec.average(b, s, reuse=fast) for b in each]) for each, s in zip(pairs, states, strict=True)]
-        )
-        assert [bool(end.finite()) for end in ends] == [void is None] * 2
+        by_bucket = [exchanges_of(codec, bucket, states, reuse=fast) for bucket in [*renamed, rest]]
+        ends = lockstep([in_turn(each) for each in zip(*by_bucket, strict=True)])
+        assert [bool(end.finite()) for worker in ends for end in worker[:2]] == [void is None] * 4
         if step:
             same = [same_bits(_saved(s, device), was) for s, was in zip(states, kept, strict=True)]
             assert same == [void is not None] * 2

@@ -9,19 +9,21 @@ import copy
 import os
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from laconic.codecs import ErrorFeedback, LowRank, few_bits
-from laconic.codecs.low_rank_state import Factors
-from laconic.codecs.quantized import Quantized
+from laconic.codecs import ErrorFeedback, LowRank
+from laconic.codecs.low_rank import Factors
+from laconic.codecs.quantized import Quantized, decode_rows, encode_rows, unpack_indices, width
 from laconic.codecs.sparse import TopK
 from laconic.comm.lockstep import lockstep
-from laconic.exchange import Exchange, Rank, State
+from laconic.exchange import Peers, State
 from tests.kernels.gradients import GPU
+from tests.laws.world import averaged
 
 NAN, INFINITE, PADDED = 4, 5, 7
 """Rows of `rows`."""
@@ -58,19 +60,20 @@ def check_rows(device: str, bits: int) -> None:
         counts = torch.full((37,), block)
         counts[PADDED] = 5
         for given in (None, counts):
-            expected = few_bits.encode(x, bits, given)
-            got = kernels.encode(x.to(device), bits, None if given is None else given.to(device))
+            expected = encode_rows(x, bits, given)
+            there = None if given is None else given.to(device)
+            got = kernels.encode(x.to(device), width(block, bits), bits, there)
             finite = torch.arange(37).ne(NAN) & torch.arange(37).ne(INFINITE)
             if bits > 2:
                 assert torch.equal(got.cpu()[finite], expected[finite])
             else:  # the sum of a row may be rounded otherwise
-                a, b = (few_bits.decode(m.cpu()[finite], bits, block, torch.float32) for m in (got, expected))
+                a, b = (decode_rows(m.cpu()[finite], bits, block, torch.float32) for m in (got, expected))
                 assert ((a - b).norm(dim=1) <= 0.01 * b.norm(dim=1)).all()
             decoded = kernels.decode(got, bits, block)
-            assert equal(decoded, few_bits.decode(got.cpu(), bits, block, torch.float32))
+            assert equal(decoded, decode_rows(got.cpu(), bits, block, torch.float32))
             assert not decoded[NAN].isfinite().any()
             assert not decoded[INFINITE].isfinite().all()
-    assert kernels.encode(torch.zeros(0, 128).to(device), bits, None).shape == (0, few_bits.width(128, bits))
+    assert kernels.encode(torch.zeros(0, 128).to(device), width(128, bits), bits, None).shape == (0, width(128, bits))
 
 
 def check_largest(device: str, codec: TopK) -> None:
@@ -79,7 +82,8 @@ def check_largest(device: str, codec: TopK) -> None:
 
     x = rows(9, codec.chunk)
     x[INFINITE, 1] = 1.0
-    expected, got = codec.encode(x, None, None), kernels.encode_largest(x.to(device), codec.kept, codec.bits)
+    expected = codec.encode(x, None, None)
+    got = kernels.encode_largest(x.to(device), codec.kept, codec.values_bytes, codec.bits)
     distinct = [0, 3, INFINITE, 8]
     assert torch.equal(got.cpu()[distinct], expected[distinct])
     decoded = kernels.decode_largest(got, codec.kept, codec.chunk, codec.bits)
@@ -87,14 +91,6 @@ def check_largest(device: str, codec: TopK) -> None:
     assert not decoded[NAN].isfinite().all()
     equals = decoded[6].cpu().nonzero().flatten()
     assert equals.tolist() == list(range(codec.kept))  # the lowest places
-
-
-def averaging(codec: Quantized, tensors: dict[str, Tensor], residual: dict[str, Tensor], state: State) -> Exchange:
-    """Return the fused exchange, also for tensors on the CPU."""
-    from laconic.kernels.cuda.shards import quantized_feedback  # needs Triton
-
-    worker, workers = (yield Rank()).tolist()
-    return (yield from quantized_feedback(codec, tensors, residual, state, worker, workers))
 
 
 def gradients(dtype: torch.dtype, seed: int, device: str) -> dict[str, Tensor]:
@@ -113,6 +109,8 @@ def gradients(dtype: torch.dtype, seed: int, device: str) -> dict[str, Tensor]:
 
 def check_feedback(device: str, bits: int, dtype: torch.dtype, workers: int = 3) -> None:
     """Means and residuals are those of the plain code; a step with NaN changes no residual."""
+    from laconic.kernels.cuda.shards import quantized_feedback  # needs Triton
+
     codec = Quantized(bits)
     residuals: list[dict[str, Tensor]] = [{} for _ in range(workers)]
     fast: list[State] = [{} for _ in range(workers)]
@@ -121,8 +119,10 @@ def check_feedback(device: str, bits: int, dtype: torch.dtype, workers: int = 3)
         given = [gradients(dtype, 10 * step + worker, device) for worker in range(workers)]
         given[1]["full"][7] = torch.nan if step == 2 else 0.5
         before, kept = copy.deepcopy(given), copy.deepcopy(residuals)
-        expected = lockstep([ErrorFeedback(codec).average(t, s) for t, s in zip(before, plain, strict=True)])
-        ends = lockstep([averaging(codec, *each) for each in zip(given, residuals, fast, strict=True)])
+        expected = averaged(ErrorFeedback(codec), before, plain)
+        fused = partial(quantized_feedback, bits, codec.block)
+        each_worker = enumerate(zip(given, residuals, fast, strict=True))
+        ends = lockstep([fused(*each, Peers(rank, workers)) for rank, each in each_worker])
         for worker, end in enumerate(ends):
             assert bool(end.finite()) == (step < 2)
             for name, mean in end.mean.items():
@@ -159,9 +159,10 @@ def check_factors(device: str, bits: int, rounds: Any, workers: int = 2) -> None
             for _ in range(workers)
         ]
         before = copy.deepcopy(given)
-        expected = lockstep([ErrorFeedback(codec).average(t, s) for t, s in zip(before, plain, strict=True)])
+        expected = averaged(ErrorFeedback(codec), before, plain)
         pairs = zip(given, residuals, factors, strict=True)
-        ends = lockstep([bind(codec, t, {}, t, residual, known).exchange() for t, residual, known in pairs])
+        bound = [bind(codec, t, {}, t, residual, known) for t, residual, known in pairs]
+        ends = lockstep([each.exchange(Peers(rank, workers)) for rank, each in enumerate(bound)])
         for worker, end in enumerate(ends):
             for name, mean in end.mean.items():
                 limit = 1e-5 * before[worker][name].norm()
@@ -217,20 +218,20 @@ def test_the_codecs_choose_the_kernels():
     states: list[State] = [{}, {}]
     codec = ErrorFeedback(Quantized(4))
     given = [gradients(torch.float32, worker, "cuda") for worker in range(2)]
-    lockstep([codec.average(t, s, reuse=True) for t, s in zip(given, states, strict=True)])
+    averaged(codec, given, states, reuse=True)
     assert "_tiles" in states[0]["inner"]
 
 
 def test_places_are_sent_in_ascending_order():
     codec = TopK(0.1, chunk=256)
     message = codec.encode(rows(9, 256), None, None)
-    places = few_bits.unpack_indices(message[:, 4 * codec.kept :], 8, codec.kept)
+    places = unpack_indices(message[:, 4 * codec.kept :], 8, codec.kept)
     assert (places.diff() > 0).all()
 
 
 def test_padding_does_not_change_the_step_of_a_mean():
     def mean(numel: int) -> Tensor:
         given = [{"w": torch.full((numel,), 3.0)} for _ in range(2)]
-        return lockstep([Quantized(2).average(t, {}) for t in given])[0].mean["w"]
+        return averaged(Quantized(2), given)[0].mean["w"]
 
     assert torch.equal(mean(5), mean(128)[:5])  # 123 numbers of padding are no part of the mean magnitude

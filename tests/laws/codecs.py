@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.codecs import Batched, ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
+from laconic.algorithms.ddp_comm_hooks.batched import Batched
+from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopK
 from laconic.exchange import Averaged
 from tests.laws.world import World
 
@@ -43,17 +44,16 @@ CODECS: list[Codec] = [
     Quantized(4, rounding="stochastic"),  # 4 bits × stochastic × no feedback
     ErrorFeedback(Quantized(4)),  # 4 bits × feedback: quantized_ddp()
     ErrorFeedback(Quantized(2)),  # 2 bits × feedback: deltas
-    ErrorFeedback(Quantized(1)),  # 1 bit × feedback
+    ErrorFeedback(Quantized(1, block=64)),  # 1 bit × feedback × blocks of another size
     ErrorFeedback(Quantized(8), decay=0.9),  # 8 bits × feedback that forgets
     ErrorFeedback(Quantized(4, block=16, rounding="stochastic")),  # stochastic × feedback × small blocks
     ByShape(TopK(0.1, chunk=64)),  # sparse × all bits × no feedback
     ErrorFeedback(ByShape(TopK(0.1, chunk=64), rest=Quantized(4))),  # sparse × feedback outside routing
     # routing by name × one codec of each kind
     ByName({"*.weight": ErrorFeedback(LowRank(rank=1)), "b*": Cast("bf16")}, rest=ErrorFeedback(Quantized(8))),
-    ErrorFeedback(Sign(block=64)),  # 1 bit × blocks of another size
 ]
 """Chosen by pairs: each comment says which pairs of features its codec adds to those above it."""
-FEW_BITS = [codec for codec in CODECS if any(word in repr(codec) for word in ("Quantized", "bits=", "TopK", "Sign"))]
+FEW_BITS = [codec for codec in CODECS if any(word in repr(codec) for word in ("Quantized", "bits=", "TopK"))]
 """Codecs that round numbers to few bits, or drop some: even for vectors, and by shards, which one worker does not."""
 TENSOR_BY_TENSOR = [codec for codec in CODECS if "Batched" not in repr(codec)]
 """Codecs that encode each tensor by itself. `Batched` makes one matrix of all tensors."""

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.codecs import Batched, ByShape, Codec, ErrorFeedback, Exact, LowRank
+from laconic.algorithms.ddp_comm_hooks.batched import Batched
+from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank
 from laconic.comm.dry import dry
-from laconic.exchange import State, Tensors
+from laconic.exchange import Peers, State, Tensors
 from laconic.ledger import Ledger
 from tests.laws.codecs import (
     CODECS,
@@ -208,7 +209,7 @@ def test_planned_bytes_equal_the_recorded_bytes(codec: Codec, dtype: torch.dtype
         inputs = world.inputs(step, dtype)
         world.average(inputs)
         meta = {name: torch.empty_like(t, device="meta") for name, t in inputs[0].items()}
-        dry(codec.average(meta, state), plan, 3, phase="test")
+        dry(codec.average(meta, state, Peers(0, 3)), plan, 3, phase="test")
     assert list(plan.entries) == list(world.ledger.entries)
     assert plan.payload_bytes > 0
     assert not any(entry.payload_bytes == 0 for entry in plan.entries)  # no collective of an empty tensor

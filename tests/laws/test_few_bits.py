@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 import laconic
-from laconic.codecs import ByShape, Codec, ErrorFeedback, LowRank, Quantized, Sign, TopK
-from laconic.comm.lockstep import lockstep
+from laconic.codecs import ByShape, Codec, ErrorFeedback, LowRank, Quantized, TopK
 from laconic.exchange import State
-from tests.laws.world import residuals, same_bits, true_mean
+from tests.laws.world import averaged, residuals, same_bits, true_mean
 
 CODECS: list[Codec] = [
     *(Quantized(bits) for bits in (8, 4, 2, 1)),
     Quantized(4, rounding="stochastic"),
-    Sign(block=64),
+    Quantized(1, block=64),
     ByShape(TopK(0.1, chunk=64, bits=2), rest=Quantized(4)),
     ByShape(LowRank(2, bits=4), rest=Quantized(4)),
 ]
@@ -47,7 +46,7 @@ def test_the_laws_hold_for_unusual_numbers(codec: Codec, workers: int) -> None:
     sent = [{name: torch.zeros_like(t).double() for name, t in unusual(0).items()} for _ in range(workers)]
     for step in range(3):
         inputs = [unusual(8 * step + worker) for worker in range(workers)]
-        ends = lockstep([feedback.average(x, state) for x, state in zip(inputs, states, strict=True)])
+        ends = averaged(feedback, inputs, states)
         owns = [end.own() for end in ends]
         assert all(same_bits(end.mean, ends[0].mean) for end in ends)
         assert bool(ends[0].finite())
@@ -72,7 +71,7 @@ def test_every_worker_notices_nan(codec: Codec, bad: float) -> None:
     inputs = [{name: t.bfloat16() for name, t in unusual(worker).items()} for worker in range(3)]
     inputs[1]["matrix"][3, 5] = bad
     states: list[State] = [{} for _ in range(3)]
-    ends = lockstep([ErrorFeedback(codec).average(x, state) for x, state in zip(inputs, states, strict=True)])
+    ends = averaged(ErrorFeedback(codec), inputs, states)
     assert not any(bool(end.finite()) for end in ends)
     assert not any(t.any() for state in states for t in residuals(state).values())
 
@@ -102,6 +101,6 @@ def test_residuals_are_bounded_over_3000_steps_of_different_data(codec: Codec) -
     norms = []
     for _ in range(3000):
         inputs = [{"w": centre + 0.5 * torch.randn(16, 32, generator=generator)} for centre in centres]
-        lockstep([ErrorFeedback(codec).average(x, state) for x, state in zip(inputs, states, strict=True)])
+        averaged(ErrorFeedback(codec), inputs, states)
         norms.append(max(float(residual.norm()) for state in states for residual in residuals(state).values()))
     assert max(norms[2000:]) < 1.5 * max(norms[200:1000])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laconic.codecs import Codec
 from laconic.comm.lockstep import lockstep
-from laconic.exchange import Tensors
+from laconic.exchange import Peers, Tensors
 from tests.laws.codecs import (
     CODECS,
     RANK_DEFICIENT,
@@ -79,8 +79,8 @@ def test_buckets_may_be_in_flight_at_once(codec: Codec, dtype: torch.dtype) -> N
         for bucket in buckets:
             expected |= alone.average([{name: given[name] for name in bucket} for given in inputs])[0].mean
         exchanges = [
-            at_once([codec.average({name: given[name] for name in bucket}, state) for bucket in buckets])
-            for given, state in zip(inputs, together.states, strict=True)
+            at_once([codec.average({n: given[n] for n in bucket}, state, Peers(worker, 2)) for bucket in buckets])
+            for worker, (given, state) in enumerate(zip(inputs, together.states, strict=True))
         ]
         assert same_bits(lockstep(exchanges)[0].mean, expected)
     assert all(same_bits(a, b) for a, b in zip(alone.states, together.states, strict=True))

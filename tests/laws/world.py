@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic.codecs import Codec
 from laconic.comm.lockstep import lockstep, serve
-from laconic.exchange import Averaged, Decide, Exchange, Mean, Rank, State, Tensors, rank_of
+from laconic.exchange import Averaged, Decide, Done, Exchange, Mean, Peers, State, T, Tensors, advance
 from laconic.ledger import Ledger
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -55,50 +55,61 @@ def carried(codec: Codec) -> list[str]:
     return [name for name, shape in SHAPES.items() if codec.accepts(torch.Size(shape))]
 
 
-Runner = Callable[[Sequence[Exchange]], list[Averaged]]
+Runner = Callable[[Sequence[Exchange[Averaged]]], list[Averaged]]
 
 
-def in_place(exchanges: Sequence[Exchange]) -> list[Averaged]:
+def in_place(exchanges: Sequence[Exchange[T]]) -> list[T]:
     """Run exchanges as a process group does: write the mean over the memory of the request."""
-    requests = [next(exchange, None) for exchange in exchanges]
-    ends: list[Averaged] = []
-    while not ends:
+    asked = [advance(exchange, None) for exchange in exchanges]
+    while True:
+        requests = [each for each in asked if not isinstance(each, Done)]
+        if not requests:
+            return [each.result for each in asked if isinstance(each, Done)]
         xs = [request.x for request in requests if isinstance(request, Mean)]
-        if xs:
-            mean = torch.stack(xs).mean(0, dtype=torch.float64)
-            answers = [x.copy_(mean) for x in xs]
-        elif isinstance(requests[0], Rank):
-            answers = [rank_of(worker, len(exchanges)) for worker in range(len(exchanges))]
-        else:
-            answers = serve([request for request in requests if request is not None and not isinstance(request, Rank)])
-        requests = []
-        for exchange, answer in zip(exchanges, answers, strict=True):
-            try:
-                requests.append(exchange.send(answer))
-            except StopIteration as stop:
-                ends.append(stop.value)
-    return ends
+        mean = torch.stack(xs).mean(0, dtype=torch.float64) if xs else None
+        answers = serve(requests) if mean is None else [x.copy_(mean) for x in xs]
+        asked = [advance(exchange, answer) for exchange, answer in zip(exchanges, answers, strict=True)]
 
 
-def at_once(exchanges: Sequence[Exchange]) -> Exchange:
+def at_once(exchanges: Sequence[Exchange[Averaged]]) -> Exchange[Averaged]:
     """Run several exchanges of one worker concurrently: all requests of a round before the first answer."""
-    waiting = {exchange: next(exchange, None) for exchange in exchanges}
+    waiting = {exchange: advance(exchange, None) for exchange in exchanges}
     ends: list[Averaged] = []
     while waiting:
-        answers = []
-        asked = [request.ok for request in waiting.values() if isinstance(request, Decide)]
-        verdict = (yield Decide(torch.stack(asked).all())) if len(asked) == len(waiting) else None
+        flags = [request.ok for request in waiting.values() if isinstance(request, Decide)]
+        decided = (yield Decide(torch.stack(flags).all())) if len(flags) == len(waiting) else None
+        answers = {}
         for exchange, request in waiting.items():
-            assert request is not None, "every exchange must make a request"
-            answers.append((exchange, (yield request) if verdict is None else verdict))
-        waiting = {}
-        for exchange, answer in answers:
-            try:
-                waiting[exchange] = exchange.send(answer)
-            except StopIteration as stop:
-                ends.append(stop.value)
+            assert not isinstance(request, Done), "every exchange must make a request"
+            answers[exchange] = (yield request) if decided is None else decided
+        asked = {exchange: advance(exchange, answer) for exchange, answer in answers.items()}
+        ends += [each.result for each in asked.values() if isinstance(each, Done)]
+        waiting = {exchange: each for exchange, each in asked.items() if not isinstance(each, Done)}
     mean = {name: t for end in ends for name, t in end.mean.items()}
     return Averaged(mean, dict, lambda: torch.stack([end.finite() for end in ends]).all())
+
+
+def averaged(
+    codec: Codec,
+    inputs: Sequence[Tensors],
+    states: Sequence[State] | None = None,
+    *,
+    ledger: Ledger | None = None,
+    reuse: bool = False,
+) -> list[Averaged]:
+    """Average the inputs of some workers, in lockstep."""
+    states = [{} for _ in inputs] if states is None else states
+    return lockstep(exchanges_of(codec, inputs, states, reuse=reuse), ledger)
+
+
+def exchanges_of(
+    codec: Codec, inputs: Sequence[Tensors], states: Sequence[State], *, reuse: bool = False
+) -> list[Exchange[Averaged]]:
+    """Return the exchange of each worker."""
+    return [
+        codec.average(given, state, Peers(rank, len(inputs)), reuse=reuse)
+        for rank, (given, state) in enumerate(zip(inputs, states, strict=True))
+    ]
 
 
 @dataclass
@@ -119,9 +130,7 @@ class World:
         """Average the inputs of all workers."""
         if self.reuse:
             inputs = [side_by_side(given) for given in inputs]  # copies: the caller's tensors do not change
-        exchanges = [
-            self.codec.average(given, state, reuse=self.reuse) for given, state in zip(inputs, self.states, strict=True)
-        ]
+        exchanges = exchanges_of(self.codec, inputs, self.states, reuse=self.reuse)
         return lockstep(exchanges, self.ledger) if runner is None else runner(exchanges)
 
     def inputs(self, seed: object, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -15,9 +14,9 @@ from laconic.codecs import Codec
 from laconic.comm.averaging import written
 from laconic.comm.collectives import launch
 from laconic.comm.queue import CollectiveQueue, resolved
-from laconic.exchange import Exchange, Rank, State, by_itself, rank_of
+from laconic.exchange import Averaged, Decide, Done, Exchange, Peers, State, advance
 from laconic.ledger import Ledger
-from laconic.session.bucket_queue import Average, BucketQueue
+from laconic.session.ddp import Average, BucketQueue
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -77,7 +76,7 @@ class Engine:
 class HookState:
     """Base of the hook states: attributes that torch's do not have, so that `__slots__` is the same as torch's."""
 
-    __slots__ = ("__weakref__", "_converted", "_engines", "_names", "_saved_layout", "feedback")
+    __slots__ = ("__weakref__", "_engines", "_names", "_saved_layout", "feedback")
 
     def _get_engine(self, group: dist.ProcessGroup | None, local: bool = False) -> Engine:
         group, engine = group_or_world(group), self._engines.get(local)
@@ -100,8 +99,9 @@ class HookState:
 
 def average_once(codec: Codec, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
     """Average a bucket through a codec with one collective, launched here, on `group`. The callback does not wait."""
-    tensors = {"": bucket.buffer()}
-    handles = _handles(written(codec.average(tensors, {}, reuse=True), tensors), group_or_world(group))
+    tensors, group = {"": bucket.buffer()}, group_or_world(group)
+    exchange = codec.average(tensors, {}, Peers(group.rank(), group.size()), reuse=True)
+    handles = _handles(written(exchange, tensors), group)
     work = next(handles, None)
     if work is None:  # a single worker
         return resolved(tensors[""])
@@ -116,13 +116,9 @@ def average_once(codec: Codec, group: dist.ProcessGroup | None, bucket: GradBuck
     return future.then(finish)
 
 
-def _handles(exchange: Exchange, group: dist.ProcessGroup) -> Iterator[Any]:
+def _handles(exchange: Exchange[Averaged], group: dist.ProcessGroup) -> Iterator[Any]:
     """Launch the collectives of an exchange, and yield the handle of each."""
-    sending, result = by_itself(exchange), None  # which starts the generator
-    with suppress(StopIteration):
-        while True:
-            request = sending.send(result)  # type: ignore[arg-type]
-            if isinstance(request, Rank):
-                result = rank_of(group.rank(), group.size())
-            else:
-                result = yield from launch(request, group)
+    asked = advance(exchange, None)
+    while not isinstance(asked, Done):
+        answer = asked.ok if isinstance(asked, Decide) else (yield from launch(asked, group))
+        asked = advance(exchange, answer)

@@ -121,4 +121,4 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[T
     engine = state._get_engine(state.subgroup if local else state.process_group, local)
     if not local:
         state.maybe_increase_iter(bucket)
-    return engine.average(tensors, bucket, lambda some: Exact().average(some, {}, reuse=True))
+    return engine.average(tensors, bucket, lambda some: Exact().average(some, {}, engine.queue.peers, reuse=True))

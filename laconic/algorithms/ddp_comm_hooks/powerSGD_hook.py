@@ -8,6 +8,7 @@ between workers raise an error at the first step.
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -18,17 +19,26 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from laconic.algorithms.ddp_comm_hooks.compression import SETTINGS, agree_at_first, compressed, count
-from laconic.algorithms.ddp_comm_hooks.engine import HookState
-from laconic.algorithms.ddp_comm_hooks.torch_state import Conversion, PickledState
-from laconic.codecs import ErrorFeedback, Exact, LowRank
-from laconic.exchange import Exchange
+from laconic.algorithms.ddp_comm_hooks.batched import Batched, name_of, side_of
+from laconic.algorithms.ddp_comm_hooks.engine import Engine, HookState
+from laconic.checks.agreement import agree, parameter_facts
+from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank
+from laconic.exchange import Averaged, Exchange, State
 from laconic.ledger import Ledger
-from laconic.session.bucket_queue import as_laid_out
+from laconic.packing import wide_dtype
+from laconic.session.ddp import as_laid_out
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 logger = logging.getLogger(__name__)
+
+_SETTINGS = (
+    *("matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback", "warm_start"),
+    *("orthogonalization_epsilon", "compression_stats_logging_frequency", "batch_tensors_with_same_shape"),
+)
+_SHAPING = ("matrix_approximation_rank", "min_compression_rate", "use_error_feedback", "warm_start")
+_COUNTERS = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
+_MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
 class PowerSGDState(HookState):
@@ -100,9 +110,8 @@ class PowerSGDState(HookState):
         self.total_numel_before_compression = self.total_numel_after_compression = 0
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.feedback = feedback
-        self._converted: Conversion | None = None
         self._reset({})
-        logger.info("PowerSGD: %s", {slot: getattr(self, slot) for slot in SETTINGS})
+        logger.info("PowerSGD: %s", {slot: getattr(self, slot) for slot in _SETTINGS})
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but the process group, which cannot be pickled. `state_dict` needs no pickle."""
@@ -117,7 +126,7 @@ class PowerSGDState(HookState):
                 If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
         )
         self.process_group = dist.group.WORLD
-        self.feedback, self._converted = "own", None
+        self.feedback = "own"
         self._reset({})
         for name, value in state.items():
             setattr(self, name, value)
@@ -125,7 +134,7 @@ class PowerSGDState(HookState):
     def __deepcopy__(self, memo: dict[int, Any]) -> "PowerSGDState":
         """Copy settings and memory; the process group is shared."""
         copy = PowerSGDState.__new__(PowerSGDState)
-        copy.process_group, copy._converted, copy.rng = self.process_group, self._converted, np.random.RandomState()
+        copy.process_group, copy.rng = self.process_group, np.random.RandomState()
         copy.load_state_dict(self.state_dict(), _strict=False)
         return copy
 
@@ -135,7 +144,7 @@ class PowerSGDState(HookState):
         numbers = {"position": int(position), "has_gauss": int(has_gauss), "gauss": float(gauss)}
         rng = {"keys": torch.from_numpy(np.asarray(keys).astype(np.int64)), **numbers}
         memory = {slot: {n: t.clone() for n, t in getattr(self, slot).items()} for slot in _MEMORY}
-        counts = {slot: getattr(self, slot) for slot in (*SETTINGS, *_COUNTERS)}
+        counts = {slot: getattr(self, slot) for slot in (*_SETTINGS, *_COUNTERS)}
         return {**counts, **memory, "feedback": self.feedback, "rng": rng, "layout": self._layout()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, _strict: bool = True) -> None:
@@ -146,7 +155,7 @@ class PowerSGDState(HookState):
                     f"this PowerSGD state was saved with {slot}={state_dict[slot]} and the state that loads it has "
                     f"{slot}={getattr(self, slot)}. Make the state with the saved value, or start without its memory."
                 )
-        for slot in (*SETTINGS, *_COUNTERS):
+        for slot in (*_SETTINGS, *_COUNTERS):
             setattr(self, slot, state_dict[slot])
         for slot in _MEMORY:
             setattr(self, slot, {name: t.clone() for name, t in state_dict[slot].items()})
@@ -154,25 +163,6 @@ class PowerSGDState(HookState):
         keys, position, has_gauss, gauss = (state_dict["rng"][x] for x in ("keys", "position", "has_gauss", "gauss"))
         self.rng.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, gauss))
         self._reset({}, state_dict["layout"])
-
-    @classmethod
-    def from_torch(
-        cls,
-        pickled: PickledState,
-        process_group: dist.ProcessGroup | None = None,
-        feedback: Literal["own", "mean"] = "own",
-    ) -> "PowerSGDState":
-        """Convert a state that torch's `PowerSGDState` saved, as `torch_state.read_power_sgd_state` returns it.
-
-        The memory is converted at the end of the second backward, when DDP has rebuilt its buckets; these two backward
-        passes average exactly. If the sizes of the buckets are others than when saving, it is dropped with a warning.
-        """
-        state = cls(process_group, feedback=feedback, **{slot: getattr(pickled, slot) for slot in SETTINGS})
-        for slot in _COUNTERS:
-            setattr(state, slot, getattr(pickled, slot))
-        state.rng.set_state(pickled.rng)
-        state._converted = Conversion(pickled)
-        return state
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count an iteration at its last bucket."""
@@ -196,11 +186,6 @@ class PowerSGDState(HookState):
         return self._get_engine(self.process_group).ledger
 
 
-_SHAPING = ("matrix_approximation_rank", "min_compression_rate", "use_error_feedback", "warm_start")
-_COUNTERS = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
-_MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")
-
-
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
     """Average gradients layer by layer, each matrix as two thin factors, in two all-reduces (arXiv:1905.13727)."""
     return _average(state, bucket, batched=False)
@@ -212,23 +197,127 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Te
 
 
 def _average(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[Tensor]:
+    """Average one bucket: exactly before `start_powerSGD_iter`, compressed from then on."""
     engine = state._get_engine(state.process_group)
     tensors = state._names.gradients(bucket)
-    if engine.first_backward:
-        agree_at_first(state, engine, bucket, tensors, batched)
+    if engine.first_backward:  # 1. in each bucket of the first backward, workers compare settings and parameters
+        _agree(state, engine, bucket, tensors, batched)
+
     plain = state.iter < state.start_powerSGD_iter
-    if not plain and state._converted is not None:
-        plain = True  # torch's memory is not converted yet
-        if state._converted.fit(tensors, bucket.is_last(), state):
-            state._converted = None
-    if not plain:
-        count(state, bucket, tensors, batched)
+    if not plain:  # 2. statistics, and gradients in the layout of their parameters
+        _count(state, bucket, tensors, batched)
         tensors = {n: as_laid_out(g, p) for (n, g), p in zip(tensors.items(), bucket.parameters(), strict=True)}
 
-    def begin(some: Mapping[str, Tensor]) -> Exchange:
-        return Exact().average(some, {}, reuse=True) if plain else compressed(state, some, batched)
+    def begin(some: Mapping[str, Tensor]) -> Exchange[Averaged]:
+        if plain:
+            return Exact().average(some, {}, engine.queue.peers, reuse=True)
+        return _compressed(state, some, batched)
 
-    future = engine.average(tensors, bucket, begin)
+    future = engine.average(tensors, bucket, begin)  # 3. `begin` runs in the order of the saved bucket layout
     engine.first_backward = engine.first_backward and not bucket.is_last()
     state.maybe_increase_iter(bucket)
     return future
+
+
+def _agree(
+    state: PowerSGDState, engine: Engine, bucket: GradBucket, tensors: Mapping[str, Tensor], batched: bool
+) -> None:
+    facts: dict[str, object] = {}
+    if bucket.index() == 0:
+        facts = {slot: getattr(state, slot) for slot in (*_SETTINGS, "iter", "feedback")}
+        facts["hook"] = "batched_powerSGD_hook" if batched else "powerSGD_hook"
+        keys = tuple(state.rng.get_state(legacy=True))[1]
+        facts["random_seed (the random state it makes)"] = int(np.asarray(keys).sum())
+    agree(engine.queue, "PowerSGD", facts | parameter_facts(tensors.items()))
+
+
+def _compressed(state: PowerSGDState, tensors: Mapping[str, Tensor], batched: bool) -> Exchange[Averaged]:
+    """Return the exchange of one bucket, with the dictionaries of `state` as the codec's state."""
+    low_rank = _low_rank(state, batched)
+    codec: Codec
+    if not state.use_error_feedback:
+        codec = Batched(low_rank) if batched else ByShape(low_rank)
+    elif state.feedback == "own" and not batched:
+        codec = ByShape(ErrorFeedback(low_rank))  # tensors that are not compressed have no residual
+    else:
+        codec = ErrorFeedback(Batched(low_rank) if batched else ByShape(low_rank), subtract=state.feedback)
+    factors = {"p": state.p_memory_dict, "q": state.q_memory_dict} if state.warm_start else {"p": {}, "q": {}}
+    _draw(state, low_rank, tensors, factors["q"], batched)
+
+    engine = state._get_engine(state.process_group)
+    key = (codec, id(state.error_dict), id(factors["p"]), id(factors["q"]))
+    if engine.state_tree_key != key:  # one object for all steps: fused kernels cache tables in it
+        engine.state_tree, engine.state_tree_key = _state_tree(codec, state.error_dict, factors), key
+    return codec.average(tensors, engine.state_tree, engine.queue.peers, reuse=True)
+
+
+def _low_rank(state: PowerSGDState, batched: bool) -> LowRank:
+    return LowRank(state.matrix_approximation_rank, 0 if batched else state.min_compression_rate)
+
+
+def _state_tree(codec: Codec, residual: dict[str, Tensor], factors: State) -> State:
+    """Arrange residuals and factors as `codec` expects its state."""
+    if isinstance(codec, ErrorFeedback):
+        return {"residual": residual, "inner": _state_tree(codec.codec, residual, factors)}
+    if isinstance(codec, ByShape):
+        return {"codec": _state_tree(codec.codec, residual, factors)}
+    return factors  # LowRank, or Batched, which passes its state on
+
+
+def _draw(
+    state: PowerSGDState, low_rank: LowRank, tensors: Mapping[str, Tensor], q: dict[str, Tensor], batched: bool
+) -> None:
+    """Add the first factors where there are none, from the random numbers that torch would draw."""
+    if batched:  # one square matrix of all tensors
+        side = _side(tensors)
+        groups = {(side, side): [name_of(tensors)]} if side else {}
+    else:
+        groups = _matrices(tensors, low_rank)
+    names = [name for group in groups.values() for name in group]
+    first = state.iter == state.start_powerSGD_iter
+    if state.warm_start and all(name in q for name in names) and (names or not first):
+        return
+    like = next(iter(tensors.values()))
+    generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
+    for (rows, columns), group in groups.items():
+        counts = [len(group)] if state.batch_tensors_with_same_shape else [1] * len(group)
+        size, dtype = (columns, min(low_rank.rank, rows, columns)), wide_dtype(like.dtype)
+        drawn = torch.cat([torch.randn(count, *size, generator=generator, dtype=dtype) for count in counts])
+        q.update({name: x.to(like.device, copy=True) for name, x in zip(group, drawn, strict=True) if name not in q})
+
+
+def _matrices(tensors: Mapping[str, Tensor], low_rank: LowRank) -> dict[tuple[int, int], list[str]]:
+    """Return the names of the tensors that torch makes factors for, by matrix shape, in torch's order.
+
+    With a rate below 1, vectors are among them: laconic does not compress them, but must draw the same random numbers.
+    """
+    groups: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for name, t in tensors.items():
+        if t.dim() > 0 and low_rank.accepts(torch.Size(_matrix_shape(t))):
+            groups[_matrix_shape(t)].append(name)
+    return groups
+
+
+def _count(state: PowerSGDState, bucket: GradBucket, tensors: Mapping[str, Tensor], batched: bool) -> None:
+    """Update the compression statistics, which count elements as torch's do. The ledger counts bytes."""
+    low_rank = _low_rank(state, batched)
+    state.total_numel_before_compression += sum(t.numel() for t in tensors.values())
+    if batched:
+        side = _side(tensors)
+        state.total_numel_after_compression += 2 * side * min(low_rank.rank, side)
+    for t in () if batched else tensors.values():
+        rows, columns = _matrix_shape(t) if low_rank.accepts(t.shape) else (0, 0)
+        rank = min(low_rank.rank, rows, columns)
+        state.total_numel_after_compression += rank * (rows + columns) or t.numel()
+    if bucket.is_last() and state.iter >= state.next_stats_report:
+        rate, before, after = state.compression_stats()
+        logger.info("PowerSGD at iteration %s: %s elements became %s, rate %s", state.iter, before, after, rate)
+        state.next_stats_report = state.iter + state.compression_stats_logging_frequency
+
+
+def _matrix_shape(t: Tensor) -> tuple[int, int]:
+    return t.shape[0], t.shape[1:].numel()
+
+
+def _side(tensors: Mapping[str, Tensor]) -> int:
+    return side_of(sum(t.numel() for t in tensors.values()))

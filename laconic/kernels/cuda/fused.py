@@ -6,24 +6,19 @@ keys that are never saved. The factors in the state are views of the bucket's fl
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from operator import is_
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from laconic.exchange import Averaged, Decide, Exchange, Mean, Rank, Request, Tensors
-from laconic.kernels.choose import own_is_in_residual
+from laconic.exchange import Averaged, Decide, Exchange, Mean, Peers, Tensors
 from laconic.kernels.cuda.launches import Sequence
 from laconic.kernels.cuda.matrices import BucketMatrices
 
 if TYPE_CHECKING:
-    from laconic.codecs.low_rank import LowRank
-    from laconic.codecs.low_rank_state import Factors
-
-_Phases: TypeAlias = Generator[Request | Decide | Rank, Tensor, str]
+    from laconic.codecs.low_rank import Factors, LowRank
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +40,13 @@ class Bound:
             and all(map(is_, map(self.residual.get, self.bucket.names), self.residuals))
         )
 
-    def exchange(self) -> Exchange:
+    def exchange(self, peers: Peers) -> Exchange[Averaged]:
         """Average the tensors and update the residuals, both in place."""
         bucket, mean = self.bucket, self.tensors
         if bucket.codec.rounds == "two":
-            last = yield from _two_rounds(bucket)
+            last = yield from _two_rounds(bucket, peers)
         else:
-            last = yield from _one_round(bucket, self.factors)
+            last = yield from _one_round(bucket, self.factors, peers)
         ok = yield Decide(bucket.keep)
         if ok is not bucket.keep:
             bucket.keep.copy_(ok)
@@ -60,12 +55,14 @@ class Bound:
             self.factors.advance(bucket.names)
         keep = bucket.keep
         means = mean if isinstance(mean, dict) else dict(mean)
-        return Averaged(means, own_is_in_residual, lambda: keep.bool(), decided=True)
+        return Averaged(means, lambda: means, lambda: keep.bool(), decided=True)
 
 
-def fused_feedback(codec: LowRank, tensors: Tensors, residual: dict[str, Tensor], factors: Factors) -> Exchange:
+def fused_feedback(
+    codec: LowRank, tensors: Tensors, residual: dict[str, Tensor], factors: Factors, peers: Peers
+) -> Exchange[Averaged]:
     """Average `tensors` in place through `codec` with error feedback, and update the residuals in place."""
-    return bind(codec, tensors, {}, tensors, residual, factors).exchange()
+    return bind(codec, tensors, {}, tensors, residual, factors).exchange(peers)
 
 
 def bind(
@@ -77,34 +74,33 @@ def bind(
     return Bound(bucket, whole, list(whole.values()), residual, [residual[name] for name in matrices], factors)
 
 
-def _two_rounds(bucket: BucketMatrices) -> _Phases:
+def _two_rounds(bucket: BucketMatrices, peers: Peers) -> Exchange[str]:
     """Run all phases but the last, and return its name: it changes residuals and factors, if the flag `keep` is set."""
     bucket.run("first p")
-    yield from _average(bucket, "p")
+    yield from _average(bucket, "p", peers)
     bucket.run("between")
-    yield from _average(bucket, "q")
+    yield from _average(bucket, "q", peers)
     bucket.run("check q")
     return "last q"
 
 
-def _one_round(bucket: BucketMatrices, factors: Factors) -> _Phases:
+def _one_round(bucket: BucketMatrices, factors: Factors, peers: Peers) -> Exchange[str]:
     """The same with one message, of Q or of P."""
     side = "q" if factors.sends_q(bucket.names[0]) else "p"
     bucket.run(f"first {side}")
-    yield from _average(bucket, side)
+    yield from _average(bucket, side, peers)
     bucket.run(f"check {side}")
     return f"last {side}"
 
 
-def _average(bucket: BucketMatrices, side: str) -> Generator[Request | Decide | Rank, Tensor, None]:
+def _average(bucket: BucketMatrices, side: str, peers: Peers) -> Exchange[None]:
     """Average a message in its memory; in few bits, its own part becomes what the messages amount to."""
     message = bucket.p_message if side == "p" else bucket.q_message
     if bucket.codec.bits is None:
         _store(message, (yield Mean(message)))
         return
-    worker, workers = (yield Rank()).tolist()
-    if workers > 1:
-        shards = bucket.shards(side, worker, workers)
+    if peers.size > 1:
+        shards = bucket.shards(side, peers.rank, peers.size)
         messages = yield from shards.reduce()
         needs_own = side == "q" or bucket.codec.rounds == "alternating"
         shards.finish(messages, keep=bucket.never, own=needs_own)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from laconic.tools.compare.judging import efficiency, kept, no_better_than_alone
 from laconic.tools.compare.records import Outcome
-from laconic.tools.compare.versions import versions
+from laconic.tools.machine import versions
 
 
 def as_json(outcomes: Sequence[Outcome]) -> str:

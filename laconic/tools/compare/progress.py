@@ -1,14 +1,12 @@
 """The progress of a run: JSON lines that each worker writes to its own file, and that the launching process reads."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event, Thread
 from typing import Literal
 
-READ_EVERY_S = 0.1
+from laconic.tools.launch.tail import Tail
+
 VALIDATE_EVERY = 5
 """Reports from one validation to the next, where the script gives a function for it."""
 
@@ -73,46 +71,6 @@ def progress_file(folder: Path, worker: int) -> Path:
     return folder / f"worker-{worker}.jsonl"
 
 
-class Tail:
-    """Reads the lines that were added to a file since the last read. The file need not exist yet."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read_bytes = 0
-
-    def read(self) -> list[Progress]:
-        """Return the new complete lines, in order."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._read_bytes)
-                added = file.read()
-        except FileNotFoundError:
-            return []
-        complete = added[: added.rfind(b"\n") + 1]
-        self._read_bytes += len(complete)
-        return [Progress(**json.loads(line)) for line in complete.splitlines()]
-
-
-@contextmanager
-def following(paths: Sequence[Path], show: Callable[[Progress], None]) -> Iterator[None]:
-    """Call `show` for every line that is added to the files while the block runs."""
-    tails = [Tail(path) for path in paths]
-    done = Event()
-
-    def read_all() -> None:
-        for tail in tails:
-            for progress in tail.read():
-                show(progress)
-
-    def follow() -> None:
-        while not done.wait(READ_EVERY_S):
-            read_all()
-        read_all()
-
-    thread = Thread(target=follow, name="laconic-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+def read_progress(folder: Path, worker: int) -> list[Progress]:
+    """What a worker has written, in order."""
+    return [Progress(**json.loads(line)) for line in Tail(progress_file(folder, worker)).read()]

@@ -10,9 +10,10 @@ from statistics import fmean
 from typing import Any
 
 import laconic
-from laconic.tools.compare.progress import Ending, Progress, Tail, progress_file
+from laconic.tools.compare.progress import Ending, Progress, read_progress
 from laconic.tools.compare.reporter import ABOUT, SMOOTHED, seconds_file
-from laconic.tools.compare.settings import LabError, Run, label
+from laconic.tools.compare.settings import Run, label
+from laconic.tools.errors import UsageError
 
 MOST_POINTS = 400
 
@@ -92,7 +93,7 @@ class Outcome:
 def read_outcome(run: Run, folder: Path, only_worker: int | None = None) -> Outcome:
     """Read the outcome of a run from its folder. With `only_worker`, the folder has the files of that worker alone."""
     workers = range(run.workers) if only_worker is None else [only_worker]
-    reports = [Tail(progress_file(folder, worker)).read() for worker in workers]
+    reports = [read_progress(folder, worker) for worker in workers]
     about = _about(run, folder, reports)
     points, lasts = curve(reports), [of_one[-1] for of_one in reports]
     first = lasts[0]
@@ -127,13 +128,13 @@ def read_outcome(run: Run, folder: Path, only_worker: int | None = None) -> Outc
 def _about(run: Run, folder: Path, reports: Sequence[Sequence[Progress]]) -> dict[str, Any]:
     """What worker 0 wrote about the run. Refuses a script that did not report, or ran another plan."""
     if not all(reports):
-        raise LabError(
+        raise UsageError(
             f"{run.title}: it ended without a report from every worker. Call session.report(loss=...) after each step "
             "on every worker, where session = laconic.attach(laconic.plan_from_env(), model, optimizer)."
         )
     about: dict[str, Any] = json.loads((folder / ABOUT).read_text())
     if about["plan"] != repr(laconic.plan(run.plan)):
-        raise LabError(
+        raise UsageError(
             f"{run.title}: it was started with plan {laconic.plan(run.plan)} and ran {about['plan']}. "
             "Attach laconic.plan_from_env()."
         )

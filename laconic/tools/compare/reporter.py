@@ -31,10 +31,11 @@ from laconic.ledger import Entry, Ledger
 from laconic.session.observers import StepObserver, Validation
 from laconic.session.session import Session
 from laconic.tools.compare.inputs import Fingerprints, imported_files
-from laconic.tools.compare.progress import Ending, Goal, Progress, Tail, progress_file
+from laconic.tools.compare.progress import Ending, Goal, Progress, progress_file, read_progress
 from laconic.tools.compare.validating import Validator, mean_over, number
-from laconic.tools.launch.links import Link, collective_s, framing_bytes, link
+from laconic.tools.launch.links import Link, framing_bytes, link
 from laconic.tools.launch.namespaces import CONTROL_INTERFACE_VARIABLE, INTERFACE_VARIABLE
+from laconic.tools.planner.network import collective_s
 
 FOLDER = "LACONIC_REPORT"
 GOAL = "goal.json"
@@ -63,7 +64,7 @@ def read_files(folder: Path) -> Fingerprints:
 
 def has_ended(folder: Path, worker: int) -> bool:
     """Whether a worker has reached the goal of the run, or has come to the end of its script without an error."""
-    reports = Tail(progress_file(folder, worker)).read()
+    reports = read_progress(folder, worker)
     return bool(reports) and (bool(reports[-1].ended) or _end_file(folder, worker).exists())
 
 

@@ -6,13 +6,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 from laconic.errors import names
 from laconic.tools.doctor.data import check_data, compare_data
 from laconic.tools.doctor.finding import Finding, finding, has_problem, merged
-from laconic.tools.doctor.machine import check_machine, compare_versions, versions_here
-from laconic.tools.doctor.script import ScriptRun, WorkerExit, check_handshake, open_store, run_as_worker, run_here
+from laconic.tools.doctor.machine import check_machine, compare_versions
+from laconic.tools.doctor.script import ScriptRun, WorkerExit, check_handshake, run_as_worker, run_here
 from laconic.tools.doctor.workers import Workers, check_connections, find_workers, first_line
-from laconic.tools.launch.host import host_id
+from laconic.tools.launch.workers import LOOPBACK
+from laconic.tools.machine import host_id, versions
 
 
 def check_here(data: Path | None = None, script: ScriptRun | None = None) -> list[Finding]:
@@ -44,7 +47,7 @@ def check_as_worker(
     if data is not None:
         data_finding, summary = check_data(data)
         findings.append(data_finding)
-    fields = {"findings": [asdict(each) for each in findings], "versions": versions_here(), "data": summary}
+    fields = {"findings": [asdict(each) for each in findings], "versions": versions(), "data": summary}
     findings = _combined(workers.gather("findings", fields), host_count, data is not None)
     if not workers.missing:
         connections = check_connections(workers) if workers.count > 1 else []
@@ -82,7 +85,7 @@ def _combined(gathered: Sequence[Mapping[str, Any] | None], hosts: int, with_dat
 
 def _dry_run(workers: Workers, run: ScriptRun) -> list[WorkerExit]:
     """Run the script on all workers, with a store of its own on a free port of worker 0's host."""
-    store = open_store() if workers.own == 0 else None
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False) if workers.own == 0 else None
     port = workers.gather("port", store.port if store else 0)[0]
     exits = workers.gather("script", asdict(run_as_worker(run, int(port))), extra_s=run.limit_s)
     return [WorkerExit(**fields or {"worker": worker, "killed": "no response"}) for worker, fields in enumerate(exits)]

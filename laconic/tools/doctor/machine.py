@@ -1,6 +1,5 @@
 """Checks of one machine: versions, backends, CUDA devices, addresses, open files, shared memory, threads."""
 
-import platform
 import re
 import shutil
 import socket
@@ -13,10 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import laconic
 from laconic.errors import names, outliers
-from laconic.tools.compare.settings import usable_cores
 from laconic.tools.doctor.finding import Finding, Verdict, finding
+from laconic.tools.machine import usable_cores, versions
 
 GLOO = "gloo's interface"
 LOOPBACKS = ("lo", "lo0")
@@ -34,7 +32,7 @@ def check_machine(environ: Mapping[str, str], workers: int, local_workers: int, 
     nccl, devices = dist.is_nccl_available(), range(torch.cuda.device_count())
     quota = cpu_quota(CPU_QUOTA.read_text()) if CPU_QUOTA.is_file() else None
     return [
-        check_versions(versions_here()),
+        check_versions(versions()),
         check_gloo(dist.is_gloo_available(), nccl),
         check_devices([torch.cuda.get_device_name(i) for i in devices], nccl, bool(torch.version.cuda), local_workers),
         *check_addresses(environ, several_hosts),
@@ -44,19 +42,14 @@ def check_machine(environ: Mapping[str, str], workers: int, local_workers: int, 
     ]
 
 
-def versions_here() -> dict[str, str]:
-    """Return the versions that must fit together."""
-    return {"python": platform.python_version(), "torch": str(torch.__version__), "laconic": laconic.__version__}
-
-
-def check_versions(versions: Mapping[str, str]) -> Finding:
+def check_versions(found: Mapping[str, str]) -> Finding:
     """Check that laconic supports this version of torch."""
-    shown = ", ".join(f"{name} {version}" for name, version in versions.items())
-    if _numbers(versions["torch"]) < _numbers(TORCH):
+    shown = ", ".join(f"{name} {version}" for name, version in found.items())
+    if _numbers(found["torch"]) < _numbers(TORCH):
         why, way_out = f"laconic needs torch {TORCH} or newer.", f"pip install 'torch>={TORCH}'."
         return Finding("versions", "problem", shown, why, way_out)
     why, way_out = f"laconic is not tested with torch {NEXT_TORCH} or newer.", f"pip install 'torch<{NEXT_TORCH}'."
-    return finding("versions", _numbers(versions["torch"]) < _numbers(NEXT_TORCH), shown, why, way_out, "warning")
+    return finding("versions", _numbers(found["torch"]) < _numbers(NEXT_TORCH), shown, why, way_out, "warning")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,38 +1,28 @@
 """Run a user's script on workers, up to the end of its `laconic.attach` or with faults, and report how it ends."""
 
 import os
-import re
-import subprocess
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import laconic
 from laconic.errors import names, outliers
 from laconic.session.observers import VARIABLE as OBSERVERS
-from laconic.tools.compare.settings import LabError, check_count, check_positive
 from laconic.tools.doctor.finding import Finding, finding
 from laconic.tools.doctor.injection import FACTORY, INJECT, MARKS, UNTIL, Fault, Mark, fault, read_marks
-from laconic.tools.launch.failures import killed_by
+from laconic.tools.errors import UsageError, check_count, check_positive
+from laconic.tools.launch.failures import find_error, killed_by, log_file, reason, tells, without_rank
 from laconic.tools.launch.folders import run_folder
-from laconic.tools.launch.launch import LOOPBACK, environment
-from laconic.tools.launch.slow_link import PROGRAM
+from laconic.tools.launch.tail import Tail
+from laconic.tools.launch.workers import POLL_S, Worker, started
 
 LATE, STOPPED = "killed at the time limit", "stopped, and killed when all other workers had ended"
-POLL_S, KEPT_LINES = 0.05, 200
-PIPE_S = 2.0  # children of the script may keep its pipe open
+KEPT_LINES = 200
 ATTACH_WARNING = "attach: "  # how a warning of laconic.attach begins on stderr
-_ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)(?::|$)")
-_ABORT = re.compile(r"\s*what\(\): |Fatal Python error|\[[EF]\d{4} ")
-_NOISE = re.compile(r"\s|\[[WI]\d{4} |.*\b\w*Warning\b|terminate called|WARNING\b")
-"""Lines that do not tell why a process ended: indented ones, and warnings of Python and of torch's C++."""
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch writes it before each line of a worker's traceback
 
 
 @dataclass(frozen=True)
@@ -49,18 +39,17 @@ class ScriptRun:
         check_count("workers", self.workers)
         check_positive("seconds", self.limit_s)
         if not self.script.is_file():
-            raise LabError(f"--script {self.script}: there is no such file. Give the path of a training script.")
+            raise UsageError(f"--script {self.script}: there is no such file. Give the path of a training script.")
         for each in self.faults:
             if each.worker >= self.workers:
                 rule = f"there are {self.workers} workers, counted from 0. Use a worker from 0 to {self.workers - 1}."
-                raise LabError(f"--inject {each}: {rule}")
+                raise UsageError(f"--inject {each}: {rule}")
 
-    def environ(self, folder: Path, port: int) -> dict[str, str]:
-        """Return the variables of `laconic.tools.doctor.injection`, and those of a store that the doctor keeps open."""
+    def variables(self, folder: Path) -> dict[str, str]:
+        """Return the variables of `laconic.tools.doctor.injection`."""
         others = [each for each in os.environ.get(OBSERVERS, "").split(",") if each.strip() not in ("", FACTORY)]
         order = {INJECT: ",".join(map(str, self.faults))} if self.faults else {UNTIL: "attach"}
-        store = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-        return {OBSERVERS: ",".join([*others, FACTORY]), MARKS: str(folder), **order, **store}
+        return {OBSERVERS: ",".join([*others, FACTORY]), MARKS: str(folder), **order}
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,8 @@ class WorkerExit:
     @property
     def error(self) -> tuple[float, str]:
         """The time and the first line of the error that ended the script; an empty line if there was none."""
-        return next(((at, line) for at, line in reversed(self.lines) if _ERROR.match(line)), (0.0, ""))
+        number = find_error([line for _, line in self.lines])
+        return (0.0, "") if number is None else self.lines[number]
 
     @property
     def error_class(self) -> str:
@@ -88,93 +78,56 @@ class WorkerExit:
         return self.error[1].partition(":")[0].rpartition(".")[2]
 
     @property
-    def ending(self) -> str:
-        """How the process ended."""
-        return self.killed or killed_by(self.code)
-
-    @property
     def reason(self) -> str:
         """Why the script ended: the error or its last line, with how the process ended unless it exited by itself."""
-        last_line = self.error[1] or self._last_line
-        if self.code > 0 and last_line:
-            return last_line
-        return self.ending + (f"; its last line: {last_line}" if last_line else "")
-
-    @property
-    def _last_line(self) -> str:
-        """The last line about an abort, else the last that is not a warning, else the last line."""
-        lines = [line for _, line in reversed(self.lines)]
-        telling = [line.strip() for line in lines if _ABORT.match(line)]
-        return (*telling, *(line for line in lines if not _NOISE.match(line)), *lines, "")[0]
-
-
-def open_store() -> TCPStore:
-    """Open a store for the workers of a script on a free port. It outlives them, as torchrun's does."""
-    return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        return reason(self.code, [line for _, line in self.lines], self.killed)
 
 
 def run_here(run: ScriptRun) -> tuple[list[WorkerExit], list[Mark]]:
     """Start all workers on this machine, and wait for them; return how they ended, and the faults in order of time."""
-    store = open_store()
-    with run_folder() as folder, environment(run.environ(folder, store.port), run.workers):
-        place = {"MASTER_ADDR": LOOPBACK, "WORLD_SIZE": str(run.workers), "LOCAL_WORLD_SIZE": str(run.workers)}
-        ranks = [{**place, "RANK": str(worker), "LOCAL_RANK": str(worker)} for worker in range(run.workers)]
-        exits = _run(run, folder, [{**os.environ, **rank} for rank in ranks])
-        return exits, [mark for mark in read_marks(folder) if mark.fault]
+    with run_folder() as folder:
+        command = [sys.executable, str(run.script), *run.arguments]
+        with started(command, run.workers, folder, variables=run.variables(folder), grace_s=0.0) as running:
+            return _watch(run, folder, running), [mark for mark in read_marks(folder) if mark.fault]
 
 
 def run_as_worker(run: ScriptRun, port: int) -> WorkerExit:
     """Start the script as one worker of a run whose other workers are elsewhere, with a store of its own."""
+    store = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     with run_folder() as folder:
-        return _run(run, folder, [{**os.environ, **run.environ(folder, port)}])[0]
+        environ = {**os.environ, **run.variables(folder), **store}
+        with closing(Worker([sys.executable, str(run.script), *run.arguments], environ, folder)) as worker:
+            return _watch(run, folder, [worker])[0]
 
 
-class _Process:
-    """The script of one worker, with the last lines of its stderr. It ends when this process does."""
-
-    def __init__(self, run: ScriptRun, environ: Mapping[str, str]) -> None:
-        self.worker, self.killed = int(environ["RANK"]), ""
-        # "enter" lets the kernel kill the script when its parent ends
-        command = [sys.executable, str(PROGRAM), "enter", "null", sys.executable, str(run.script), *run.arguments]
-        null, pipe = subprocess.DEVNULL, subprocess.PIPE
-        self.popen = subprocess.Popen(command, env=environ, stdout=null, stderr=pipe, text=True, errors="replace")
-        self._lines: deque[tuple[float, str]] = deque(maxlen=KEPT_LINES)
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.popen.stderr is not None
-        with self.popen.stderr as lines:
-            for line in filter(str.strip, lines):
-                self._lines.append((time.time(), _RANK_PREFIX.sub("", line.rstrip())))
-
-    def wait(self, plan: str | None, timeout_s: float | None) -> WorkerExit:
-        code = self.popen.wait()
-        self._reader.join(PIPE_S)
-        return WorkerExit(self.worker, code, tuple(self._lines), self.killed, plan, timeout_s)
-
-
-def _run(run: ScriptRun, folder: Path, environs: Sequence[Mapping[str, str]]) -> list[WorkerExit]:
-    """Run the script in each environment, to its end or the time limit; kill stopped workers when others have ended."""
+def _watch(run: ScriptRun, folder: Path, workers: Sequence[Worker]) -> list[WorkerExit]:
+    """Wait for the end of the script or the time limit; kill stopped workers when others have ended."""
     deadline = time.monotonic() + run.limit_s
-    running = processes = [_Process(run, environ) for environ in environs]
-    try:
-        while running:
-            lost = _lost(read_marks(folder))
-            time.sleep(POLL_S)  # a lost worker that still runs after this is not killed, but stopped
-            running = [each for each in running if each.popen.poll() is None]
-            late = time.monotonic() > deadline
-            if late or all(each.worker in lost for each in running):
-                for each in running:
-                    each.killed = LATE if late else STOPPED
-                break
-    finally:
-        for each in processes:
-            each.popen.kill()
+    tails = {each.rank: Tail(log_file(folder, each.rank)) for each in workers}
+    logs: dict[int, deque[tuple[float, str]]] = {each.rank: deque(maxlen=KEPT_LINES) for each in workers}
+    killed: dict[int, str] = {}
+    running = list(workers)
+    while running:
+        lost = _lost(read_marks(folder))
+        time.sleep(POLL_S)  # a lost worker that still runs after this is not killed, but stopped
+        running = [each for each in running if each.exit_code is None]
+        late = time.monotonic() > deadline
+        if late or all(each.rank in lost for each in running):
+            killed = {each.rank: LATE if late else STOPPED for each in running}
+            for each in running:
+                each.close()
+            running = []
+        for rank, tail in tails.items():
+            lines = [without_rank(line) for line in tail.read(at_end=not running)]
+            logs[rank] += [(time.time(), line) for line in lines if line]
     marks = read_marks(folder)
     plans = {mark.worker: mark.plan for mark in marks if mark.plan}
     timeouts = {mark.worker: mark.timeout_s for mark in marks if mark.timeout_s}
-    return [each.wait(plans.get(each.worker), timeouts.get(each.worker)) for each in processes]
+    return [
+        WorkerExit(r, each.wait(), tuple(logs[r]), killed.get(r, ""), plans.get(r), timeouts.get(r))
+        for each in workers
+        for r in [each.rank]
+    ]
 
 
 def _lost(marks: Sequence[Mark]) -> set[int]:
@@ -235,11 +188,11 @@ def check_exit(each: WorkerExit, injected: Sequence[Mark], limit_s: float) -> Fi
     """Report how a worker ended, with which error, and how long after the fault. `limit_s` is that of the script."""
     name = f"worker {each.worker}"
     if each.worker in _lost(injected) and (each.code < 0 or each.killed):
-        return Finding(name, "ok", f"{each.ending}, as the fault demands")
+        return Finding(name, "ok", f"{each.killed or killed_by(each.code)}, as the fault demands")
     if each.killed:
         return Finding(name, "problem", each.reason, *_not_noticed(each.timeout_s, limit_s))
     after = [(time_s, line) for time_s, line in each.lines if injected and time_s >= injected[0].time_s]
-    telling = [(time_s, line) for time_s, line in after if not _NOISE.match(line)]
+    telling = [(time_s, line) for time_s, line in after if tells(line)]
     time_s, line = each.error if each.code and each.error_class else (*telling, *after, (0.0, ""))[0]
     before = [mark.time_s for mark in injected if mark.time_s <= time_s]
     when = f", {time_s - before[-1]:.2f} s after the fault" if before else ""

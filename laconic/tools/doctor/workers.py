@@ -13,18 +13,18 @@ from datetime import timedelta
 from statistics import median
 from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from laconic.comm.timeout import run_in_thread
 from laconic.errors import names
 from laconic.tools.doctor.finding import Finding, finding
+from laconic.tools.launch.links import measure_link
+from laconic.tools.units import duration, rate_text
 
 Link: TypeAlias = tuple[float, float]
 """The round trip in seconds and the rate in bit/s, from a worker to the next."""
 CONNECT_S, POLL_S = 30.0, 0.05
-REPEATS, PING_BYTES, TRANSFER_BYTES = 3, 8, 2**20
 MUCH_SLOWER = 4.0
 FAST_BITS_PER_S = 1e9  # a transfer takes too little time on faster links to compare them
 
@@ -129,44 +129,12 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def measure_link(worker: int, workers: int) -> Link:
-    """Measure the link to the next worker, on the default group. All workers measure at once, as in an all_reduce."""
-    following, previous = (worker + 1) % workers, (worker - 1) % workers
-    ping_s = min(_round_trip_s(following, previous, PING_BYTES) for _ in range(REPEATS))
-    transfer_s = min(_round_trip_s(following, previous, TRANSFER_BYTES) for _ in range(REPEATS))
-    return ping_s, 16 * TRANSFER_BYTES / max(transfer_s - ping_s, transfer_s / 10)
-
-
-def _round_trip_s(following: int, previous: int, size: int) -> float:
-    """Return the seconds until `size` bytes came back from the next worker."""
-    sent, received, returned = torch.zeros(3, size, dtype=torch.uint8)
-    dist.barrier()
-    start = time.monotonic()
-    sends = [dist.isend(sent, dst=following)]
-    dist.recv(received, src=previous)
-    sends.append(dist.isend(received, dst=previous))
-    dist.recv(returned, src=following)
-    took = time.monotonic() - start
-    for work in filter(None, sends):
-        work.wait()
-    return took
-
-
 def check_links(links: Sequence[Link]) -> Finding:
     """Check that no link is much slower than most; `links[i]` is that of worker i."""
     trips, rates = zip(*links, strict=True)
     usual, slowest, latest = median(rates), rates.index(min(rates)), trips.index(max(trips))
-    shown = [f"{i}-{(i + 1) % len(links)} ({rate(bps)}, {s * 1e3:.1f} ms)" for i, (s, bps) in enumerate(links)]
-    found = f"median {rate(usual)}, slowest link {shown[slowest]}, longest round trip {shown[latest]}"
+    shown = [f"{i}-{(i + 1) % len(links)} ({rate_text(bps, 3)}, {duration(s)})" for i, (s, bps) in enumerate(links)]
+    found = f"median {rate_text(usual, 3)}, slowest link {shown[slowest]}, longest round trip {shown[latest]}"
     why = "Every all_reduce waits for the slowest link."
     way_out = "Look at the cable, Wi-Fi or VPN of these two hosts, or use a plan that synchronises less often."
     return finding("links", min(rates) > min(FAST_BITS_PER_S, usual / MUCH_SLOWER), found, why, way_out, "warning")
-
-
-def rate(bits_per_s: float) -> str:
-    """Format a rate.
-
-    >>> rate(2.5e9), rate(94e6), rate(4e5)
-    ('2.5 Gbit/s', '94 Mbit/s', '0.4 Mbit/s')
-    """
-    return f"{bits_per_s / 1e9:.3g} Gbit/s" if bits_per_s >= 1e9 else f"{bits_per_s / 1e6:.3g} Mbit/s"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 from laconic.tools.lab.text import generator
 
 VALIDATION_EVERY = 8
@@ -18,7 +18,7 @@ def load() -> tuple[Digits, Digits]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise LabError(
+        raise UsageError(
             f"--model resnet: its digits come with scikit-learn, which cannot be imported ({error}). "
             'Install it with pip install "laconic[digits]", or use --model gpt.'
         ) from error

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 
 MOST_BYTES = 8_000_000  # enough for the lab's models
 VALIDATION_SHARE = 0.1
@@ -32,7 +32,7 @@ def load(data: Path | None, context: int) -> tuple[Tensor, Tensor]:
     elif data.is_file():
         train, validation = split_one_file(data)
     else:
-        raise LabError(
+        raise UsageError(
             f"--data {data}: there is no such file or folder. Give a text file or a folder of them, or leave "
             "out --data to train on the source of Python's standard library."
         )
@@ -115,7 +115,7 @@ def _check_size(sizes: Sequence[int], data: Path | None, context: int) -> None:
     written, way_out = f"--data {data}", "Give more text (binary and unreadable files do not count)"
     if data is None:
         written, way_out = "this Python's standard library", "Give your own text with --data PATH"
-    raise LabError(
+    raise UsageError(
         f"{written}: {sizes[0]} bytes of text to train on and {sizes[1]} to validate on, but --context {context} needs "
         f"at least {context + 1} of each. {way_out}, or use a smaller --context."
     )

@@ -1,100 +1,119 @@
-"""What is said when a run fails: which worker, in which step, with which error, and where its whole log is."""
+"""Why a worker failed: the error or the signal that ended it, and where the output of all workers is."""
+
+from __future__ import annotations
 
 import re
 import signal
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
-
-from laconic.tools.compare.progress import Tail, progress_file
-from laconic.tools.compare.reporter import has_ended
-from laconic.tools.compare.settings import Run, Script
 
 CONSEQUENCES = ("connection closed", "connection reset", "broken pipe", "timed out", "lostworkererror", "by sigterm")
 """What the errors of workers contain that lost their peer, or that the launcher stopped."""
 TRACEBACK = "Traceback (most recent call last)"
 SHOWN_LINES = 20
-_ERROR = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit)(?::.*)?(?:\n .*)*)$", re.MULTILINE)
+_ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*((?=[A-Z_])\w*(?:Error|Exception|Interrupt|Exit)(?::.*)?)$")
+_ABORT = re.compile(r"\s*what\(\): |Fatal Python error|\[[EF]\d{4} ")
+_NOISE = re.compile(r"\s|\[[WI]\d{4} |.*\b\w*Warning\b|terminate called|WARNING\b")
+"""Lines that do not tell why a process ended: indented ones, and warnings of Python and of torch's C++."""
 
 
 class WorkerError(RuntimeError):
-    """A worker failed. The message names the worker, the step and the error, and quotes the traceback."""
+    """A worker failed. The message names the worker and the error, and quotes the traceback; `reason` is the error."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
-def worker_error(run: Run, folder: Path, exit_codes: Mapping[int, int]) -> WorkerError:
-    """Name the worker that failed first, not one that failed or was stopped as a consequence.
+def worker_error(
+    folder: Path, workers: int, exit_codes: Mapping[int, int], title: str, reached: Mapping[int, str]
+) -> WorkerError:
+    """Name the worker that failed first, not one that failed as a consequence.
 
-    `exit_codes` are those of the workers that failed, the first one first. The logs of all are kept in one file.
+    `exit_codes` are those of the workers that failed, the first one first, and `reached` says how far each worker came,
+    such as " after step 3". The logs of all workers are kept in one file.
     """
     first = next(iter(exit_codes))
-    logs = {worker: read_log(folder, worker) for worker in (first, *range(run.workers))}
-    errors = {worker: last_error(log) for worker, log in logs.items()}
-    for worker, code in exit_codes.items():
-        if code < 0 and (not errors[worker] or code != -signal.SIGTERM):
-            errors[worker] = killed_by(code)
-        elif not errors[worker]:
-            errors[worker] = (logs[worker].splitlines() or [killed_by(code)])[-1]
-    causes = [worker for worker, text in errors.items() if text and not any(x in text.lower() for x in CONSEQUENCES)]
+    logs = {worker: read_log(folder, worker) for worker in (first, *range(workers))}
+    # a worker that still ran may have logged the error that the others failed of
+    reasons = {worker: " ".join(last_error(log)) for worker, log in logs.items()}
+    reasons |= {worker: reason(code, logs[worker]) for worker, code in exit_codes.items()}
+    causes = [worker for worker, text in reasons.items() if text and not is_consequence(text)]
     culprit = causes[0] if causes else first
-    reports = Tail(progress_file(folder, culprit)).read()
-    when = f"after step {reports[-1].step}" if reports else "at start"
     return WorkerError(
-        f"worker {culprit} of {run.workers} of {run.title} failed {when}, with plan {run.plan}: "
-        f"{errors[culprit].rstrip('.')}. The other workers were stopped."
+        f"worker {culprit} of {workers} of {title} failed{reached.get(culprit, '')}: "
+        f"{reasons[culprit].rstrip('.')}. The other workers were stopped."
         + "".join(f"\n  {line}" for line in last_traceback(logs[culprit]))
-        + f"\nThe output of all workers is in {keep_logs(folder, run.workers)}."
+        + f"\nThe output of all workers is in {_keep_logs(folder, workers)}.",
+        reasons[culprit],
     )
 
 
-def aborted_after_end(run: Run, folder: Path, exit_codes: Mapping[int, int]) -> bool:
-    """Whether signals alone ended workers of a script, and all of them had come to their end.
+def is_consequence(reason: str) -> bool:
+    """Whether a worker failed because another one did, or because the launcher stopped it."""
+    return any(text in reason.lower() for text in CONSEQUENCES)
 
-    A thread of gloo may abort an interpreter that shuts down (torch 2.13): "terminate called without an active
-    exception".
+
+def reason(exit_code: int, log: Sequence[str], killed: str = "") -> str:
+    """Say in one line why a process ended: its error, else how it ended, and its last line that tells anything.
+
+    `killed` is what to say instead of the signal's name.
+
+    >>> reason(1, ["Traceback:", "  f()", "torch.SomeError: no", "  more", "a.py:3: UserWarning: slow"])
+    'SomeError: no more'
+    >>> reason(-6, ["terminate called after throwing", "  what():  closed by peer"])
+    'killed by SIGABRT; its last line: what():  closed by peer'
     """
-    ended = all(has_ended(folder, worker) for worker in range(run.workers))
-    return isinstance(run, Script) and ended and all(code < 0 for code in exit_codes.values())
+    error = " ".join(last_error(log))
+    aborts = [line.strip() for line in reversed(log) if _ABORT.match(line)]
+    last = (error, *aborts, *(line for line in reversed(log) if tells(line)), *reversed(log), "")
+    line = next(filter(None, last), "")
+    if exit_code > 0 and line:
+        return line
+    return (killed or killed_by(exit_code)) + (f"; its last line: {line}" if line else "")
 
 
-def read_log(folder: Path, worker: int, stream: str = "stderr") -> str:
-    """What a worker wrote, without the prefix that torch adds to a traceback."""
-    logs = sorted(folder.glob(f"*/attempt_0/{worker}/{stream}.log"))
-    return re.sub(r"^\[rank\d+\]: ?", "", "".join(log.read_text(errors="replace") for log in logs), flags=re.M).strip()
+def tells(line: str) -> bool:
+    """Whether a line of a log may tell why a process ended: it is neither indented nor a warning."""
+    return not _NOISE.match(line)
 
 
-def keep_logs(folder: Path, workers: int) -> Path:
-    """Write what all workers wrote to a file that stays, when the folder of the run is removed."""
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="laconic-failed-", suffix=".log", errors="replace", delete=False
-    ) as file:
-        for worker in range(workers):
-            for stream in ("stdout", "stderr"):
-                file.write(f"==> worker {worker}, {stream} <==\n{read_log(folder, worker, stream)}\n")
-    return Path(file.name)
+def find_error(log: Sequence[str]) -> int | None:
+    """Return the number of the line with which the last error begins; None if there is none."""
+    return next((number for number in reversed(range(len(log))) if _ERROR.match(log[number])), None)
 
 
-def last_traceback(log: str) -> list[str]:
-    """The last lines of the last traceback of a log, up to its error; none if there is no traceback.
+def last_error(log: Sequence[str]) -> list[str]:
+    """The lines of the last error of a log, each without its indent, and without the module of its class.
 
-    >>> last_traceback("step 1\\n" + TRACEBACK + ":\\n  f()\\nKeyError: 'a'\\na warning")
+    >>> last_error(["Traceback:", "  f()", "torch.SomeError: no", "  more", "a warning"])
+    ['SomeError: no', 'more']
+    """
+    number = find_error(log)
+    if number is None:
+        return []
+    return [_ERROR.sub(r"\1", log[number]), *(line.strip() for line in _indented(log[number + 1 :]))]
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return list(takewhile(lambda line: line.startswith(" "), lines))
+
+
+def last_traceback(log: Sequence[str]) -> list[str]:
+    """The last lines of the last traceback of a log, up to the end of its error; none if there is no traceback.
+
+    >>> last_traceback(["step 1", TRACEBACK + ":", "  f()", "KeyError: 'a'", "a warning"])
     ['Traceback (most recent call last):', '  f()', "KeyError: 'a'"]
     """
-    _, found, after = log.rpartition(TRACEBACK)
-    error = _ERROR.search(after)
-    if not found or error is None:
+    starts = [number for number, line in enumerate(log) if line.startswith(TRACEBACK)]
+    after = log[starts[-1] :] if starts else []
+    first = next((number for number, line in enumerate(after) if _ERROR.match(line)), None)
+    if first is None:
         return []
-    lines = (found + after[: error.end()]).splitlines()
+    lines = [*after[: first + 1], *_indented(after[first + 1 :])]
     return lines if len(lines) <= SHOWN_LINES else [lines[0], "  ...", *lines[2 - SHOWN_LINES :]]
-
-
-def last_error(log: str) -> str:
-    """The last error of a log in one line, without its module; "" if there is none.
-
-    >>> last_error("Traceback:\\n  f()\\ntorch.SomeError: no\\n  more\\na warning")
-    'SomeError: no more'
-    """
-    found = _ERROR.findall(log)
-    return " ".join(found[-1].split()) if found else ""
 
 
 def killed_by(exit_code: int) -> str:
@@ -104,3 +123,36 @@ def killed_by(exit_code: int) -> str:
     ('killed by SIGKILL', 'it exited with code 3')
     """
     return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"it exited with code {exit_code}"
+
+
+def log_file(folder: Path, worker: int, stream: str = "stderr") -> Path:
+    """The file with what a worker writes to a stream."""
+    return folder / f"worker-{worker}.{stream}"
+
+
+def read_log(folder: Path, worker: int, stream: str = "stderr") -> list[str]:
+    """The lines that a worker wrote, without empty ones."""
+    file = log_file(folder, worker, stream)
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    return [without_rank(line) for line in lines if line.strip()]
+
+
+def without_rank(line: str) -> str:
+    """A line without the prefix that torch writes before each line of a worker's traceback.
+
+    >>> without_rank("[rank1]:   f()")
+    '  f()'
+    """
+    return re.sub(r"^\[rank\d+\]: ?", "", line.rstrip())
+
+
+def _keep_logs(folder: Path, workers: int) -> Path:
+    """Write what all workers wrote to a file that stays, when the folder of the run is removed."""
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="laconic-failed-", suffix=".log", errors="replace", delete=False
+    ) as file:
+        for worker in range(workers):
+            for stream in ("stdout", "stderr"):
+                lines = "\n".join(read_log(folder, worker, stream))
+                file.write(f"==> worker {worker}, {stream} <==\n{lines}\n")
+    return Path(file.name)

@@ -1,4 +1,4 @@
-"""Links: the bandwidth of a network at each level, and the time of a collective on it.
+"""Links: the bandwidth of a network at each level, and a link that is measured.
 
     link("100mbit", workers=4)                  four workers, each with a link of 100 Mbit/s
     link("2 @ 1gbit, 2 @ 50mbit", workers=4)    two workers per site at 1 Gbit/s, two sites connected by 50 Mbit/s
@@ -8,20 +8,20 @@ Levels are innermost first. Rates are in bits (`50mbit`, `50Mb/s`) or bytes (`6M
 
 from __future__ import annotations
 
-import re
+import time
 from dataclasses import dataclass
 from math import prod
+
+import torch
+import torch.distributed as dist
+
+from laconic.tools.errors import UsageError
+from laconic.tools.units import RATE, counted, parse, rate_text
 
 SEGMENT_BYTES = 1 << 20
 MESSAGES = 3  # per segment
 MESSAGE_BYTES = 48 + 66  # the header of gloo; those of TCP, IP and Ethernet
-
-_SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_RATE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<scale>[kKmMgGtT]?)(?P<unit>bit(/s)?|bps|b/s|B/s)")
-
-
-class LinkError(ValueError):
-    """Text that is not a link."""
+REPEATS, PING_BYTES, TRANSFER_BYTES = 3, 8, 1 << 20  # of a measured link
 
 
 @dataclass(frozen=True)
@@ -80,36 +80,18 @@ def link(text: str, workers: int | None = None) -> Link:
     (Level(count=2, rate_bps=48000000.0),)
     >>> link("2 @ fast", workers=2)
     Traceback (most recent call last):
-    laconic.tools.launch.links.LinkError: '2 @ fast': 'fast' is not a rate. ...
+    laconic.tools.errors.UsageError: --link 2 @ fast: write a rate of at least 1kbit: ...
     """
-    parts = [part.strip() for part in text.split(",")]
-    if len(parts) == 1 and "@" not in text:
-        return Link((Level(workers or 1, _rate(text, parts[0])),))
-    found = Link(tuple(_level(text, part) for part in parts))
+    if "," not in text and "@" not in text:
+        return Link((Level(workers or 1, parse(text, RATE, "--link")),))
+    found = Link(tuple(Level(*counted(level.strip(), RATE, "--link")) for level in text.split(",")))
     if workers is not None and workers != found.workers:
         counts = " x ".join(str(level.count) for level in found.levels)
-        raise LinkError(
-            f"{text!r}: these levels hold {counts} = {found.workers} workers, and {workers} were asked for. "
+        raise UsageError(
+            f"--link {text}: these levels hold {counts} = {found.workers} workers, and {workers} were asked for. "
             "Change one of the two, or leave out the number of workers."
         )
     return found
-
-
-def collective_s(op: str, payload_bytes: float, workers: int, link: Link, latency_s: float = 0.0) -> float:
-    """The seconds of a collective on a link, as a ring, which gloo uses.
-
-    An all_reduce has 2(p−1) hops of 1/p of the payload, an all_to_all p−1, an all_gather p−1 of a whole payload. The
-    ring follows the order of the workers, so each switch between levels carries the traffic of one worker: the slowest
-    level decides.
-
-    >>> round(collective_s("all_reduce", 1_000_000, workers=4, link=link("100mbit", workers=4)), 3)
-    0.12
-    """
-    if workers < 2:
-        return 0.0
-    hops = 2 * (workers - 1) if op == "all_reduce" else workers - 1
-    piece = payload_bytes / workers if op in ("all_reduce", "all_to_all") else payload_bytes
-    return hops * (latency_s + piece * 8 / link.slowest_bps)
 
 
 def framing_bytes(op: str, payload_bytes: int, workers: int) -> int:
@@ -129,37 +111,27 @@ def framing_bytes(op: str, payload_bytes: int, workers: int) -> int:
     return 2 * (workers - 1) * segments * MESSAGES * MESSAGE_BYTES
 
 
-def rate_text(rate_bps: float) -> str:
-    """Format a rate.
+def measure_link(worker: int, workers: int) -> tuple[float, float]:
+    """Measure the link to the next worker on the default group: the round trip in seconds, and the rate in bit/s.
 
-    >>> rate_text(5e7), rate_text(1.5e9)
-    ('50mbit', '1.5gbit')
+    All workers call it, and measure at once, as in a ring all_reduce.
     """
-    for name, scale in reversed(_SCALE.items()):
-        if rate_bps >= scale:
-            return f"{rate_bps / scale:g}{name}bit"
-    return f"{rate_bps:g}bit"
+    following, previous = (worker + 1) % workers, (worker - 1) % workers
+    ping_s = min(_round_trip_s(following, previous, PING_BYTES) for _ in range(REPEATS))
+    transfer_s = min(_round_trip_s(following, previous, TRANSFER_BYTES) for _ in range(REPEATS))
+    return ping_s, 16 * TRANSFER_BYTES / max(transfer_s - ping_s, transfer_s / 10)
 
 
-def _level(text: str, part: str) -> Level:
-    count, at, rate = (piece.strip() for piece in part.partition("@"))
-    if not at or not count.isdecimal() or int(count) < 1:
-        raise LinkError(
-            f"{text!r}: {part!r} is not a level. A level is a number of workers or groups, @ and a rate, innermost "
-            "first, such as '2 @ 1gbit, 2 @ 50mbit'."
-        )
-    return Level(int(count), _rate(text, rate))
-
-
-def _rate(text: str, part: str) -> float:
-    match = _RATE.fullmatch(part)
-    rate = 0.0
-    if match is not None:
-        bits = 8 if match["unit"] == "B/s" else 1
-        rate = float(match["number"]) * _SCALE[match["scale"].lower()] * bits
-    if rate < 1000:
-        raise LinkError(
-            f"{text!r}: {part!r} is not a rate. Write at least 1kbit: a number and a unit, such as 100mbit, 1.5gbit "
-            "or 6MB/s (bytes)."
-        )
-    return rate
+def _round_trip_s(following: int, previous: int, size: int) -> float:
+    """Return the seconds until `size` bytes came back from the next worker."""
+    sent, received, returned = torch.zeros(3, size, dtype=torch.uint8)
+    dist.barrier()
+    start = time.perf_counter()
+    sends = [dist.isend(sent, dst=following)]
+    dist.recv(received, src=previous)
+    sends.append(dist.isend(received, dst=previous))
+    dist.recv(returned, src=following)
+    took = time.perf_counter() - start
+    for work in filter(None, sends):
+        work.wait()
+    return took

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 from laconic.tools.launch import namespaces
 from laconic.tools.launch.links import Link
 from laconic.tools.launch.namespaces import MOST_HOSTS, Hosts
@@ -48,7 +48,7 @@ class SlowLink:
 def slow_link(link: Link) -> Iterator[SlowLink]:
     """Make the hosts, and remove them at the end of the block in any case."""
     if link.workers > MOST_HOSTS:
-        raise LabError(f"--link {link}: {link.workers} hosts. There are addresses for {MOST_HOSTS}: use fewer.")
+        raise UsageError(f"--link {link}: {link.workers} hosts. There are addresses for {MOST_HOSTS}: use fewer.")
     if sys.platform != "linux":
         raise NoSlowLink("it needs Linux")
     for command in ("ip", "tc"):

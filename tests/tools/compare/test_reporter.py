@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import laconic
 from laconic.ledger import Ledger
 from laconic.session.observers import VARIABLE
-from laconic.tools.compare.progress import Goal, Tail, progress_file
+from laconic.tools.compare.progress import Goal, read_progress
 from laconic.tools.compare.reporter import (
     ABOUT,
     CHECKED_EVERY,
@@ -32,7 +32,7 @@ from laconic.tools.compare.reporter import (
     seconds_file,
     write_goal,
 )
-from laconic.tools.launch.launch import REPORTER
+from laconic.tools.compare.running import REPORTER
 from laconic.tools.launch.links import link
 from tests.workers import run_workers
 
@@ -109,7 +109,7 @@ def train(steps: int, guard: laconic.Guard | None = None) -> int:
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.attach(laconic.plan_from_env(), model, optimizer, guard=guard or "off") as session:
+    with laconic.attach(laconic.plan_from_env(), model, optimizer, observers=[guard] if guard else []) as session:
         for step in range(1, steps + 1):
             loss = F.mse_loss(model(torch.ones(4, 8)), torch.zeros(4, 8))
             loss.backward()
@@ -143,7 +143,7 @@ def test_a_computed_link_moves_the_clock(tmp_path):
         session.ledger.record("all_reduce", 1_000_000, 2, phase="gradient")
         assert not session.report(loss=torch.tensor(1.0), tokens=8)
         assert not has_ended(tmp_path, worker=0)
-        [report] = Tail(progress_file(tmp_path, worker=0)).read()
+        [report] = read_progress(tmp_path, worker=0)
     assert 1000.0 <= report.seconds < 1100.0
     assert (report.wire_bytes, report.sent_bytes, report.level_bytes) == (1_000_000, 1_000_000, {"world": 1_000_000})
     assert report.link_s == pytest.approx(1000.0)
@@ -163,7 +163,7 @@ def test_each_worker_reports_its_steps_and_stops_at_the_goal(tmp_path: Path):
     assert str(Path(__file__).absolute()) in read_files(tmp_path)
     for worker in (0, 1):
         assert has_ended(tmp_path, worker)
-        reports = Tail(progress_file(tmp_path, worker)).read()
+        reports = read_progress(tmp_path, worker)
         assert [progress.step for progress in reports] == [1, 2, 3, 4, 5, 6]
         assert [progress.worker for progress in reports] == [worker] * 6
         assert reports[-1].ended == "steps"
@@ -181,7 +181,7 @@ def guarded_training(worker: int, folder: str) -> int:
 def test_what_a_guard_measures_is_in_the_progress(tmp_path: Path):
     write_goal(tmp_path, Goal(steps=4), computed=None)
     run_workers(guarded_training, workers=2, args=(str(tmp_path),))
-    first, other = (Tail(progress_file(tmp_path, worker)).read() for worker in (0, 1))
+    first, other = (read_progress(tmp_path, worker) for worker in (0, 1))
     assert [each.residual is None for each in first] == [True, False, False, False]
     assert [(each.residual, each.agreement) for each in first] == [(each.residual, each.agreement) for each in other]
     assert first[-1].agreement == pytest.approx(1.0)  # all workers have the same data
@@ -205,6 +205,6 @@ def sharded_training(worker: int, folder: str) -> tuple[int, int]:
 def test_all_workers_of_a_sharded_model_stop_together(tmp_path):
     write_goal(tmp_path, Goal(steps=8, loss=1.0), computed=None)
     assert run_workers(sharded_training, workers=4, args=(str(tmp_path),)) == [(8, 2)] * 4
-    lasts = [Tail(progress_file(tmp_path, worker)).read()[-1] for worker in range(4)]
+    lasts = [read_progress(tmp_path, worker)[-1] for worker in range(4)]
     assert {last.ended for last in lasts} == {"steps"}
     assert json.loads((tmp_path / ABOUT).read_text())["parameters"] == 72

@@ -10,7 +10,6 @@ import pytest
 from laconic.tools.doctor.diagnosis import check_as_worker
 from laconic.tools.doctor.finding import Finding
 from laconic.tools.doctor.script import ScriptRun
-from laconic.tools.doctor.workers import Link, measure_link
 from tests.workers import free_port, run_workers
 
 ATTACH = """
@@ -21,16 +20,6 @@ model = torch.nn.Linear(4, 4 + {other} * int(os.environ["RANK"]))
 laconic.attach(laconic.ddp(), model, torch.optim.SGD(model.parameters(), lr=0.1))
 raise SystemExit("attach returned")
 """
-
-
-def _measure(worker: int) -> Link:
-    return measure_link(worker, 3)
-
-
-def test_links_between_real_workers():
-    links = run_workers(_measure, 3)
-    assert len(links) == 3
-    assert all(bits_per_s > 0 and round_trip_s > 0 for round_trip_s, bits_per_s in links)
 
 
 def _check(

@@ -8,7 +8,8 @@ import numpy
 import pytest
 import torch
 
-from laconic.tools.compare.settings import LabError, Settings
+from laconic.tools.compare.settings import Settings
+from laconic.tools.errors import UsageError
 from laconic.tools.lab import digits
 from laconic.tools.lab.tasks import loss_of, make_task, validation_loss
 
@@ -30,7 +31,7 @@ def embedded_digits(monkeypatch):
 def test_without_the_extra_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(LabError, match=r'--model resnet: .* pip install "laconic\[digits\]", or use --model gpt'):
+    with pytest.raises(UsageError, match=r'--model resnet: .* pip install "laconic\[digits\]", or use --model gpt'):
         digits.load()
 
 

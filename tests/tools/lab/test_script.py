@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from laconic.tools.compare.progress import Tail, progress_file
+from laconic.tools.compare.progress import read_progress
 from laconic.tools.compare.records import Outcome, read_outcome
 from laconic.tools.compare.reporter import write_goal
+from laconic.tools.compare.running import report_variables
 from laconic.tools.compare.settings import Settings
 from laconic.tools.lab.script import lr_share, main
-from laconic.tools.launch.launch import report_variables, variables
+from laconic.tools.launch.workers import variables
 
 TINY = Settings(plan="ddp()", workers=1, steps=6, layers=1, width=16, heads=1, context=16)
 
@@ -44,7 +45,7 @@ def test_the_learning_rate_rises_then_falls_and_is_never_zero(steps):
 
 def test_a_world_of_one_trains_and_reports_each_step(alone, tmp_path):
     outcome = run(tmp_path / "run")
-    reports = Tail(progress_file(tmp_path / "run", worker=0)).read()
+    reports = read_progress(tmp_path / "run", worker=0)
     assert [progress.step for progress in reports] == [1, 2, 3, 4, 5, 6]
     assert reports[-1].sent_bytes == outcome.sent_bytes
     assert (outcome.model, outcome.loss_of) == ("gpt", "validation")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 from laconic.tools.lab import text
 
 
@@ -70,20 +70,20 @@ def test_the_last_tenth_of_one_file_is_for_validation(tmp_path):
 
 
 def test_a_missing_path(tmp_path):
-    with pytest.raises(LabError, match=r"--data .*nowhere: there is no such file or folder. Give .* leave out"):
+    with pytest.raises(UsageError, match=r"--data .*nowhere: there is no such file or folder. Give .* leave out"):
         text.load(tmp_path / "nowhere", context=16)
 
 
 def test_too_little_text(tmp_path):
     (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(LabError, match=r"needs at least 129 of each. Give more text .* a smaller --context"):
+    with pytest.raises(UsageError, match=r"needs at least 129 of each. Give more text .* a smaller --context"):
         text.load(tmp_path / "a.txt", context=128)
-    with pytest.raises(LabError, match=r"5 bytes of text to train on and 0 to validate on"):
+    with pytest.raises(UsageError, match=r"5 bytes of text to train on and 0 to validate on"):
         text.load(tmp_path, context=128)
 
 
 def test_an_empty_folder(tmp_path):
-    with pytest.raises(LabError, match=r"0 bytes of text to train on"):
+    with pytest.raises(UsageError, match=r"0 bytes of text to train on"):
         text.load(tmp_path, context=128)
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from laconic.tools.launch.links import Level, Link, LinkError, collective_s, framing_bytes, link, rate_text
+from laconic.tools.errors import UsageError
+from laconic.tools.launch.links import Level, Link, framing_bytes, link, measure_link
+from laconic.tools.planner.network import collective_s
+from laconic.tools.units import rate_text
+from tests.workers import run_workers
 
 
 @pytest.mark.parametrize(
@@ -39,23 +43,23 @@ def test_a_level_of_one_is_never_crossed():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("fast", r"'fast': 'fast' is not a rate. Write at least 1kbit: .* such as 100mbit"),
-        ("10", "'10' is not a rate"),
-        ("0mbit", "'0mbit' is not a rate"),
-        ("-5mbit", "'-5mbit' is not a rate"),
-        ("", "'' is not a rate"),
-        ("2 @ 1gbit, 50mbit", r"'50mbit' is not a level. A level is a number of workers or groups, @ and a rate"),
-        ("0 @ 1gbit", "'0 @ 1gbit' is not a level"),
-        ("two @ 1gbit", "'two @ 1gbit' is not a level"),
+        ("fast", r"--link fast: write a rate of at least 1kbit: .* such as 100mbit"),
+        ("10", "--link 10: write a rate"),
+        ("0mbit", "--link 0mbit: write a rate"),
+        ("-5mbit", "--link -5mbit: write a rate"),
+        ("", "--link : write a rate"),
+        ("2 @ 1gbit, 50mbit", "--link 50mbit: write a number of at least 1, an @, and a rate"),
+        ("0 @ 1gbit", "--link 0 @ 1gbit: write a number of at least 1"),
+        ("two @ 1gbit", "--link two @ 1gbit: write a number of at least 1"),
     ],
 )
 def test_errors_quote_what_was_written(text, words):
-    with pytest.raises(LinkError, match=words):
+    with pytest.raises(UsageError, match=words):
         link(text, workers=2)
 
 
 def test_levels_must_hold_the_workers():
-    with pytest.raises(LinkError, match=r"these levels hold 2 x 2 = 4 workers, and 8 were asked for"):
+    with pytest.raises(UsageError, match=r"these levels hold 2 x 2 = 4 workers, and 8 were asked for"):
         link("2 @ 1gbit, 2 @ 50mbit", workers=8)
 
 
@@ -80,3 +84,13 @@ def test_framing_grows_with_messages_and_not_with_bytes():
 
 def test_rates_as_text():
     assert [rate_text(rate) for rate in (1e3, 2.5e9, 500)] == ["1kbit", "2.5gbit", "500bit"]
+
+
+def _measure(worker: int) -> tuple[float, float]:
+    return measure_link(worker, 3)
+
+
+def test_measured_links_between_real_workers():
+    links = run_workers(_measure, 3)
+    assert len(links) == 3
+    assert all(bits_per_s > 0 and round_trip_s > 0 for round_trip_s, bits_per_s in links)

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from laconic.tools.compare.reporter import interface_bytes
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import link
 from laconic.tools.launch.namespaces import Hosts, enter, token_bucket
 from laconic.tools.launch.slow_link import PROGRAM, NoSlowLink, slow_link
@@ -169,5 +169,5 @@ def test_the_error_of_the_system_is_the_reason(monkeypatch, tmp_path):
 
 
 def test_more_hosts_than_addresses():
-    with pytest.raises(LabError, match=r"--link 1gbit: 300 hosts. There are addresses for 250: use fewer."):
+    with pytest.raises(UsageError, match=r"--link 1gbit: 300 hosts. There are addresses for 250: use fewer."):
         slow_link(link("1gbit", workers=300)).__enter__()

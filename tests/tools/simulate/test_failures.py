@@ -8,12 +8,14 @@ import torch.distributed as dist
 from torch.optim import AdamW
 
 import laconic
-from laconic.tools.compare.settings import LabError, Settings, usable_cores
+from laconic.tools.compare.settings import Settings
+from laconic.tools.errors import UsageError
 from laconic.tools.lab.script import lr_share
 from laconic.tools.lab.tasks import loss_of, make_task
-from laconic.tools.simulate.conditions import Conditions, failures_of, stragglers_of
+from laconic.tools.machine import usable_cores
+from laconic.tools.simulate.clock import Conditions
 from laconic.tools.simulate.tasks import lab_task
-from laconic.tools.simulate.training import SimulatedRun, SimulatedStep, Training
+from laconic.tools.simulate.training import SimulatedRun, SimulatedStep, Training, failures_of
 from tests.workers import run_workers
 
 WORKERS, STEPS = 4, 8
@@ -94,12 +96,10 @@ def test_a_worker_alone_goes_on_where_nobody_synchronises():
 
 @pytest.mark.parametrize("text", ["4@3", "1@0", "1@9", "1", "x@2"])
 def test_failures_that_cannot_be(text):
-    with pytest.raises(LabError, match=r"--fail .* worker from 0 to 3 and a step from 1 to 8"):
+    with pytest.raises(UsageError, match=r"--fail .* worker from 0 to 3 and a step from 1 to 8"):
         failures_of([text], WORKERS, STEPS)
 
 
 def test_somebody_must_stay():
-    with pytest.raises(LabError, match="one of the 2 must stay"):
+    with pytest.raises(UsageError, match="one of the 2 must stay"):
         failures_of(["0@1", "1@2"], 2, STEPS)
-    with pytest.raises(LabError, match="--stragglers 5@2x: write how many of the 4 workers"):
-        stragglers_of("5@2x", 4)

@@ -11,10 +11,11 @@ from torch import Tensor
 import laconic
 from laconic.session.observers import StepObserver
 from laconic.session.session import Session
-from laconic.tools.compare.settings import Settings, usable_cores
+from laconic.tools.compare.settings import Settings
 from laconic.tools.compare.validating import number
 from laconic.tools.lab import script
 from laconic.tools.lab.tasks import make_task
+from laconic.tools.machine import usable_cores
 from laconic.tools.simulate.tasks import lab_task
 from laconic.tools.simulate.training import SimulatedRun, SimulatedStep, Training
 from tests.workers import run_workers

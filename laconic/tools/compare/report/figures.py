@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from laconic.tools.compare.records import Outcome, Point
-from laconic.tools.compare.units import duration, human_bytes
+from laconic.tools.units import duration, human_bytes
 
 INCHES = (4.4, 3.0)
 LINE_STYLES: tuple[Literal["-", "--", "-.", ":"], ...] = ("-", "--", "-.", ":")

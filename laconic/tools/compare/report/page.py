@@ -14,9 +14,9 @@ from laconic.tools.compare.export import as_json
 from laconic.tools.compare.judging import efficiency, has_levels, kept, no_better_than_alone, reference, slow_bytes
 from laconic.tools.compare.records import Outcome
 from laconic.tools.compare.report.sentence import headline
-from laconic.tools.compare.settings import LabError, usable_cores
-from laconic.tools.compare.units import human_bytes, ratio, share
-from laconic.tools.compare.versions import versions
+from laconic.tools.errors import UsageError
+from laconic.tools.machine import usable_cores, versions
+from laconic.tools.units import human_bytes, ratio, share
 
 TEMPLATE = Path(__file__).with_name("page.html")
 DARK_PLANS = ("#b6bec8", "#5cb3ec", "#ff9657", "#3fcf9f", "#e59ccb", "#e3c34d")
@@ -30,7 +30,7 @@ def check_drawable(written: str) -> None:
     """Refuse a report before any training if its dependencies are not installed."""
     missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
     if missing:
-        raise LabError(
+        raise UsageError(
             f"{written}: its figures need {' and '.join(missing)}, which cannot be imported. "
             'Install with pip install "laconic[report]", or leave out the option.'
         )

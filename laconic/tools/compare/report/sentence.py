@@ -14,7 +14,7 @@ from laconic.tools.compare.judging import (
     slow_bytes,
 )
 from laconic.tools.compare.records import Outcome
-from laconic.tools.compare.units import duration, listed, times
+from laconic.tools.units import duration, listed, times
 
 
 def headline(outcomes: Sequence[Outcome]) -> str:

@@ -15,7 +15,7 @@ from laconic.tools.compare.export import as_json
 from laconic.tools.compare.report import check_drawable, headline, write_page, write_png
 from laconic.tools.compare.report.figures import INK, drawings, parts, svg
 from laconic.tools.compare.report.page import page
-from laconic.tools.compare.settings import LabError
+from laconic.tools.errors import UsageError
 from tests.tools.compare.report.outcomes import ALL, DDP, LOCAL, LOW_RANK
 
 COMMAND = ["compare", "--plan", "ddp()", "--link", "2 @ 1gbit, 2 @ 50mbit"]
@@ -151,5 +151,5 @@ def test_the_image(tmp_path):
 def test_missing_dependencies_are_refused_before_training(monkeypatch):
     check_drawable("--report out.html")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(LabError, match=r'--report out.html: its figures need matplotlib, .*"laconic\[report\]"'):
+    with pytest.raises(UsageError, match=r'--report out.html: its figures need matplotlib, .*"laconic\[report\]"'):
         check_drawable("--report out.html")

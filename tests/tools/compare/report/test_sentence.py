@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from laconic.tools.compare.records import Outcome
 from laconic.tools.compare.report import headline
-from laconic.tools.compare.units import duration
+from laconic.tools.units import duration
 from tests.tools.compare.report.outcomes import DDP, LOCAL, LOW_RANK
 
 LOST = replace(LOW_RANK, ended="steps")

@@ -1,0 +1,255 @@
+"""Workers in real processes: failures are named, and no process is left behind."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from laconic.session.observers import VARIABLE
+from laconic.tools.compare.running import REPORTER, launch, report_variables
+from laconic.tools.compare.settings import Script, Settings
+from laconic.tools.errors import UsageError
+from laconic.tools.launch.failures import SHOWN_LINES, WorkerError, last_error, last_traceback, reason
+from laconic.tools.launch.workers import Stopped, stoppable, worker_environ
+from tests.tools.launch.processes import descendants, eventually, running
+
+ROOT = Path(__file__).parents[2]
+TINY = Settings(plan="ddp()", workers=2, steps=3, layers=1, width=16, heads=1, context=16)
+LONG = ["train", "--workers", "2", "--steps", "100000", "--layers", "1", "--width", "16", "--heads", "1"]
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc to find processes")
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(tmp_path_factory, monkeypatch) -> None:
+    """Keep the logs of failed runs within the test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
+
+
+@pytest.fixture
+def training() -> Iterator[subprocess.Popen[str]]:
+    """A `laconic train` that has begun to train and would go on for hours."""
+    command = [sys.executable, "-m", "laconic", *LONG]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("worker ")
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "train.py"
+
+
+def test_a_run_ends_with_an_outcome_and_no_processes(tmp_path):
+    before, environ = descendants(os.getpid()), dict(os.environ)
+    outcome = launch(TINY, tmp_path)
+    assert (outcome.plan, outcome.steps, outcome.workers) == ("ddp()", 3, 2)
+    assert outcome.sent_bytes == 3 * 4 * outcome.parameters + 48  # 48 for the handshake
+    assert outcome.loss_final < outcome.loss_start
+    assert outcome.wire_bytes_by_worker == (outcome.wire_bytes,) * 2
+    assert outcome.waiting_seconds is not None
+    assert descendants(os.getpid()) <= before
+    assert dict(os.environ) == environ
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_at_start_is_named_with_its_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchlink")
+    before = descendants(os.getpid())
+    words = r"worker \d of 2 of the lab's training failed at start, with plan ddp\(\): .*nosuchlink"
+    with pytest.raises(WorkerError, match=words):
+        launch(TINY, tmp_path)
+    assert descendants(os.getpid()) <= before
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_everything(training, number):
+    family = descendants(training.pid)
+    assert len(family) >= 2
+    training.send_signal(number)
+    _, errors = training.communicate(timeout=60)
+    assert training.returncode == 128 + number
+    assert errors == f"laconic: stopped by {number.name}; no worker is left behind.\n"
+    assert eventually(lambda: not running(family))
+
+
+@needs_proc
+@pytest.mark.slow
+def test_workers_do_not_outlive_a_killed_launcher(training):
+    family = descendants(training.pid)
+    assert len(family) >= 2
+    training.kill()
+    training.communicate(timeout=60)
+    assert eventually(lambda: not running(family))
+
+
+@needs_proc
+@pytest.mark.slow
+def test_a_worker_killed_in_training_is_named_and_the_others_are_stopped(training):
+    family = descendants(training.pid)
+    os.kill(max(family), signal.SIGKILL)  # the newest process is a worker
+    _, errors = training.communicate(timeout=60)
+    assert training.returncode == 1
+    assert "of 2 of the lab's training failed after step" in errors
+    assert "killed by SIGKILL. The other workers were stopped." in errors
+    assert "Traceback" not in errors
+    assert eventually(lambda: not running(family))
+
+
+def test_a_script_that_fails_is_named_with_its_error(script, tmp_path):
+    script.write_text(
+        "import os\nif os.environ['RANK'] == '1': raise ValueError('no data here.')\nimport time\ntime.sleep(60)"
+    )
+    words = r"worker 1 of 2 of --script .*train.py failed at start, with plan ddp\(\): ValueError: no data here\. The"
+    with pytest.raises(WorkerError, match=words) as caught:
+        launch(Script("ddp()", script, workers=2), tmp_path)
+    _, title, place, *_, error, last = str(caught.value).splitlines()
+    assert title == "  Traceback (most recent call last):"
+    assert place.startswith(f'    File "{script}", line 2')
+    assert error == "  ValueError: no data here."
+    said = re.fullmatch(r"The output of all workers is in (.*)\.", last)
+    assert said is not None
+    shutil.rmtree(tmp_path)  # as the folder of a run
+    log = Path(said[1]).read_text()
+    assert "==> worker 0, stdout <==\n" in log and "ValueError: no data here." in log.partition("worker 1, stderr")[2]
+
+
+END = """
+import os, sys, torch, laconic, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session = laconic.attach(laconic.plan_from_env(), model, optimizer)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+session.report(loss=1.0)
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_is_aborted_after_its_end_is_not_a_failure(script, tmp_path, caplog):
+    script.write_text("import atexit, os\natexit.register(os.abort)\n" + END)
+    outcome = launch(Script("ddp()", script, workers=2, steps=1), tmp_path)
+    assert outcome.loss_final == 1.0
+    assert re.search(r"worker \d was killed by SIGABRT after its end; its results are used", caplog.text)
+
+
+@pytest.mark.slow
+def test_a_script_that_is_aborted_before_its_end_is_a_failure(script, tmp_path):
+    script.write_text(END + "os.abort()")
+    with pytest.raises(WorkerError, match=r"failed after step 1, with plan ddp\(\): killed by SIGABRT"):
+        launch(Script("ddp()", script, workers=2), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_worker_that_lost_its_peer_is_not_the_cause(script, tmp_path):
+    """Worker 0 fails first, because worker 1, which has an error of its own, is slow to exit."""
+    script.write_text(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '0': time.sleep(1); raise RuntimeError('Connection closed by peer')\n"
+        "print('[rank1]: ValueError: no data\\n[rank1]:   here', file=sys.stderr, flush=True)\ntime.sleep(60)"
+    )
+    with pytest.raises(WorkerError, match=r"worker 1 of 2 .*: ValueError: no data here\. The other"):
+        launch(Script("ddp()", script, workers=2), tmp_path)
+
+
+def test_a_script_that_is_killed(script, tmp_path):
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(WorkerError, match=r"failed at start, with plan .*: killed by SIGKILL"):
+        launch(Script("ddp()", script, workers=1), tmp_path)
+
+
+def test_a_script_that_does_not_report(script, tmp_path):
+    script.write_text("print('trained')")
+    with pytest.raises(UsageError, match=r"it ended without a report from every worker. .*session.report\(loss=...\)"):
+        launch(Script("ddp()", script, workers=2), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_script_that_chooses_its_own_plan(script, tmp_path):
+    script.write_text(
+        "import torch, laconic\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "session = laconic.attach(laconic.ddp(), model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "session.report(loss=1.0)\n"
+    )
+    ran = r"power_sgd\(rank=2\) and ran ddp\(\)"
+    words = rf"it was started with plan {ran}. Attach laconic.plan_from_env"
+    with pytest.raises(UsageError, match=words):
+        launch(Script("power_sgd(rank=2)", script, workers=1), tmp_path)
+
+
+def test_the_reason_is_the_last_error_of_a_log():
+    traceback = ["Traceback (most recent call last):", "  File 'x', line 1"]
+    assert reason(1, [*traceback, "KeyError: 'a'", "Exception ignored in: <f>"]) == "KeyError: 'a'"
+    late = [*traceback, "laconic.errors.DesyncError: it", "  is late."]
+    assert reason(1, late) == "DesyncError: it is late."
+    assert reason(-9, late) == "killed by SIGKILL; its last line: DesyncError: it is late."
+    assert last_error(["some/file.py:3: UserWarning: slow"]) == []
+
+
+def test_a_warning_is_not_the_reason():
+    cpp = "[W1116 17:05:01.5 socket.cpp:462] [c10d] waitForInput: poll failed"
+    warnings = ["train.py:3: UserWarning: slow", "  warnings.warn('slow')", cpp]
+    assert reason(1, ["Traceback (most recent call last):", "KeyError: 'a'", *warnings]) == "KeyError: 'a'"
+    aborted = ["terminate called after throwing an instance of 'E'", "  what():  closed by peer"]
+    assert reason(-6, [*aborted, *warnings]) == "killed by SIGABRT; its last line: what():  closed by peer"
+    assert reason(3, ["no more data", *warnings]) == "no more data"
+    assert reason(-9, warnings[:1]).endswith("UserWarning: slow")
+    assert reason(3, []) == "it exited with code 3"
+
+
+def test_a_long_traceback_is_shortened():
+    start = "Traceback (most recent call last):"
+    lines = last_traceback([start, *["  f()"] * 99, "KeyError: 'a'", "  more", "later"])
+    assert len(lines) == SHOWN_LINES
+    assert lines[:2] == [start, "  ..."] and lines[-2:] == ["KeyError: 'a'", "  more"]
+    assert last_traceback(["KeyError: 'a'"]) == []
+
+
+def test_observers_of_the_user_stay(tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert report_variables(TINY, tmp_path)[VARIABLE] == REPORTER
+    monkeypatch.setenv(VARIABLE, "mine:observer")
+    assert report_variables(TINY, tmp_path)[VARIABLE] == f"mine:observer,{REPORTER}"
+
+
+def test_the_environment_of_workers(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    environ = worker_environ(1, 1000, port=1234)
+    wanted = {"RANK": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "mine", "MASTER_PORT": "1234"}
+    assert wanted.items() <= environ.items()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert worker_environ(1, 2, port=1234)["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert "GLOO_SOCKET_IFNAME" not in worker_environ(1, 2, port=None)  # of the host that it enters
+
+
+def signalled_twice() -> None:
+    with stoppable():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_is_raised_once_and_the_handlers_are_restored():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped, match="SIGTERM") as caught:
+        signalled_twice()
+    assert caught.value.signal_number == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
