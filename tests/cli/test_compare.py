@@ -87,7 +87,7 @@ def test_the_same_plan_gives_the_same_losses_and_others_send_less(outside, tiny,
     assert low_rank["sent_bytes"] * 10 < ddp["sent_bytes"]
     assert local["sent_bytes"] * 3 < ddp["sent_bytes"]
     lines = ended.out.splitlines()
-    assert [line for line in lines if line.startswith("power_sgd(rank=1) step=8/8 loss=")]
+    assert [line for line in lines if line.startswith("power_sgd(rank=1, bits=4) step=8/8 loss=")]
     assert sum(line.split()[:1] == ["ddp()"] and "1.0x" in line for line in lines) == 2
 
 
