@@ -13,9 +13,10 @@ from functools import cached_property
 from typing import ClassVar, Literal, TypeAlias, get_args
 
 from laconic.codecs import Codec, Exact
+from laconic.exchange import Level
 from laconic.plans.nested import Nested
 from laconic.plans.outer import Adopt, Outer
-from laconic.plans.schedules import GRADIENTS, Every, Level, Never, Payload, Schedule, Streaming, Sync, SyncClock
+from laconic.plans.schedules import GRADIENTS, Every, Never, Payload, Schedule, Streaming, Sync, SyncClock
 from laconic.plans.topology import Topology, World
 from laconic.values import as_code
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from laconic.comm.queue import CollectiveQueue
-from laconic.comm.running import new_future
+from laconic.comm.queue import CollectiveQueue, new_future
 from laconic.exchange import Averaged, Exchange
 from laconic.session.model_state import ModelState, local_of
 

@@ -18,10 +18,10 @@ from laconic.checks.agreement import Facts
 from laconic.checks.headers import Headers, PendingHeaders
 from laconic.codecs import Codec
 from laconic.codecs.feedback import has_residuals, return_to_residual
-from laconic.comm.running import resolved
-from laconic.exchange import all_finite
+from laconic.comm.queue import resolved
+from laconic.exchange import Level, all_finite
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Level, Sync
+from laconic.plans.schedules import Sync
 from laconic.session.bucket_queue import BucketQueue, BucketViews
 from laconic.session.buffers import BufferSync
 from laconic.session.grad_scaler import ScaledSteps

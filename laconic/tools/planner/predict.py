@@ -11,11 +11,11 @@ from torch import Tensor
 
 from laconic.codecs import Exact
 from laconic.cost import cycle_of, planned
-from laconic.exchange import State
+from laconic.exchange import State, level_name
 from laconic.ledger import wire_bytes
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Never, Payload, Streaming, Sync, level_name
+from laconic.plans.schedules import Never, Payload, Streaming, Sync
 from laconic.tools.planner.collectives import NetworkTimes
 from laconic.tools.planner.faults import goodput, straggling_s
 from laconic.tools.planner.front import Measured, measured

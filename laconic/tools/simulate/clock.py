@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.comm.in_process import Collective, Members
 from laconic.plans.schedules import Payload
 from laconic.tools.planner.timeline import Message, released_s
 from laconic.tools.simulate.conditions import Conditions
+from laconic.tools.simulate.in_process import Collective, Members
 
 
 def arrival(ready: Tensor, free: Tensor, queued: Sequence[Message], step_s: float) -> Tensor:

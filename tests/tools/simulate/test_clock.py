@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import laconic
-from laconic.comm.in_process import Collective
 from laconic.cost import meta
 from laconic.tools.compare.settings import Settings
 from laconic.tools.errors import UsageError
@@ -16,6 +15,7 @@ from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.planner.shapes import Shapes, from_count
 from laconic.tools.simulate.clock import TimeUse, VirtualClock
 from laconic.tools.simulate.conditions import Conditions, Stragglers
+from laconic.tools.simulate.in_process import Collective
 from laconic.tools.simulate.tasks import lab_task
 from laconic.tools.simulate.time_only import TimeOnly
 from laconic.tools.simulate.training import SimulatedRun, Training
