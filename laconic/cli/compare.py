@@ -68,7 +68,8 @@ def compare(
     first: Run
     if script is not None and guard != DEFAULT.guard:
         raise UsageError(
-            f'--guard {guard} --script {script}: a script chooses its own. Write attach(..., guard="{guard}").'
+            f"--guard {guard} --script {script}: a script chooses its own. Write "
+            f'attach(..., observers=[laconic.Guard("{guard}")]).'
         )
     if script is not None:
         first = Script(plans[0], script, tuple(arguments or ()), count, steps, seconds, until_loss, validate_every)

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
+from rich.text import Text
 
 from laconic.atomic_write import write_atomically
 from laconic.cli import options
 from laconic.cli.results import check_writable
+from laconic.cli.tables import console, table
 from laconic.errors import names
 from laconic.tools.doctor.diagnosis import check_as_worker, check_here
 from laconic.tools.doctor.finding import Finding, has_problem
@@ -27,6 +25,7 @@ from laconic.tools.errors import UsageError, check_count, check_positive
 from laconic.tools.launch.workers import check_workers, found_place, workers_here
 from laconic.tools.machine import usable_cores, versions
 
+HEADINGS = ("", "check", "found", "what to do")
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 _option = partial(typer.Option, show_default=False)
 _INJECT = (
@@ -107,18 +106,18 @@ def _script_run(
 
 def show(findings: Sequence[Finding], plain: bool) -> None:
     """Print the findings as lines or as a table, and a summary."""
-    columns = (Column(no_wrap=True), Column("check", no_wrap=True), Column("found"), Column("what to do"))
-    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
+    rows = []
     for each in findings:
         title = each.name + (f" ({names(each.workers)})" if each.workers else "")
         if plain:
             typer.echo(f"{each.verdict}: {title}: {each.found}")
             if each.way_out:
                 typer.echo(f"    {each.why}\n    {each.way_out}")
-        cells = map(escape, (title, each.found, f"{each.why} {each.way_out}".strip()))
-        table.add_row(f"[{COLOURS[each.verdict]}]{each.verdict}[/]", *cells)
+        rows.append(
+            (Text(each.verdict, COLOURS[each.verdict]), title, each.found, f"{each.why} {each.way_out}".strip())
+        )
     if not plain:
-        Console().print(table)
+        console().print(table(HEADINGS, rows, left=HEADINGS))
     typer.echo(summary(findings))
 
 

@@ -17,7 +17,6 @@ from laconic.cli.doctor import doctor
 from laconic.cli.migrate import migrate
 from laconic.cli.plan import plan
 from laconic.cli.probe import probe
-from laconic.cli.serve import serve
 from laconic.cli.simulate import simulate
 from laconic.cli.train import train
 from laconic.tools.errors import UsageError
@@ -54,7 +53,6 @@ app.command()(compare)
 app.command()(migrate)
 app.command()(doctor)
 app.command()(probe)
-app.command()(serve)
 app.command()(plan)
 app.command()(simulate)
 

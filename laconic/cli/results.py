@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
 from laconic.atomic_write import write_atomically, write_temporary
+from laconic.cli.tables import table
 from laconic.tools.compare.export import as_json
 from laconic.tools.compare.judging import efficiency, has_levels, kept, no_better_than_alone, reference, slow_bytes
 from laconic.tools.compare.records import Outcome
@@ -23,17 +22,14 @@ def closing_table(outcomes: Sequence[Outcome]) -> Table:
     "fewer" counts the bytes of the outermost level alone. If plans also send inside groups, a column shows them.
     """
     first, levels = reference(outcomes), has_levels(outcomes)
-    table = Table(title=_title(first), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("plan", overflow="fold")
     target = [] if first.until_loss is None else ["sooner", "efficiency"]
     seconds = "seconds" if first.until_loss is None else f"seconds\nto {first.until_loss:g}"
     seconds += "" if first.clock == "measured" else "\n(computed)"
     between = ["between\ngroups"] if levels else []
-    for heading in (f"{first.loss_of} loss", "kept", "sent\nby each", *between, "fewer", seconds, *target):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for outcome in outcomes:
-        table.add_row(
-            escape(outcome.label) + ("\nno better than alone()" if no_better_than_alone(outcome, outcomes) else ""),
+    headings = ("plan", f"{first.loss_of} loss", "kept", "sent\nby each", *between, "fewer", seconds, *target)
+    rows = [
+        (
+            outcome.label + ("\nno better than alone()" if no_better_than_alone(outcome, outcomes) else ""),
             f"{outcome.loss_start:.3f} -> {outcome.loss_final:.3f}",
             share(kept(outcome, outcomes)),
             human_bytes(outcome.sent_bytes),
@@ -42,7 +38,9 @@ def closing_table(outcomes: Sequence[Outcome]) -> Table:
             f"{outcome.seconds:.1f}" if outcome.reached or not target else f"not in {outcome.seconds:.1f}",
             *(_target(first, outcome, outcomes) if target else []),
         )
-    return table
+        for outcome in outcomes
+    ]
+    return table(headings, rows, _title(first))
 
 
 def _title(first: Outcome) -> str:

@@ -1,7 +1,6 @@
 """The display while workers train: a live table in a terminal, lines of text elsewhere."""
 
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from laconic.cli.results import closing_table
+from laconic.cli.tables import PLAIN_WIDTH, PipedConsole
 from laconic.tools.compare.judging import kept, kept_share
 from laconic.tools.compare.progress import Progress
 from laconic.tools.compare.records import Outcome
@@ -25,7 +25,6 @@ BARS = "▁▂▃▄▅▆▇█"
 HEADINGS = ("step", "loss", "valid", "kept", "tok/s", "talk", "sent", "MB/s", "left")
 HEALTH = ("behind", "agree")
 """The columns of what a guard measures, shown where one does."""
-PLAIN_WIDTH = 120
 TREND_WIDTH = 8
 PLAIN_LINES = 10  # for one run of known length
 PLAIN_SECONDS = 10.0  # the longest time without a line
@@ -63,15 +62,6 @@ class View:
 
     def results(self, outcomes: Sequence[Outcome]) -> None:
         """Show the closing table."""
-
-
-class PipedConsole(Console):
-    """A console whose reader may leave, as in `laconic compare | head`: the run goes on, and prints nothing more."""
-
-    def on_broken_pipe(self) -> None:
-        """Discard all further output, also what Python flushes at its exit."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class PlainView(View):

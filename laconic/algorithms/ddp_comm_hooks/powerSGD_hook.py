@@ -26,7 +26,7 @@ from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank
 from laconic.exchange import Averaged, Exchange, State
 from laconic.ledger import Ledger
 from laconic.packing import wide_dtype
-from laconic.session.bucket_queue import as_laid_out
+from laconic.session.ddp import as_laid_out
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

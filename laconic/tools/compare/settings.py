@@ -7,16 +7,16 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import laconic
-from laconic.session.guard import Mode
 from laconic.tools.compare.progress import VALIDATE_EVERY, Goal
 from laconic.tools.errors import UsageError, check_count, check_positive
 from laconic.tools.launch.workers import python
 from laconic.values import is_whole
 
 MODELS = ("gpt", "resnet")
+Guarding: TypeAlias = Literal["off", "warn", "act"]
 LAB_OPTIONS = (
     "steps",
     "model",
@@ -61,7 +61,7 @@ class Settings:
     seed: int = 0
     data: Path | None = None
     bucket_mb: float = 25.0
-    guard: Mode = "off"
+    guard: Guarding = "off"
     seconds: float | None = None
     until_loss: float | None = None
     validate_every: int = VALIDATE_EVERY
@@ -75,8 +75,9 @@ class Settings:
             check_positive(name, getattr(self, name))
         if not (is_whole(self.seed, least=0) and self.seed < 2**63):
             raise UsageError(f"--seed {self.seed}: a seed is between 0 and 2**63 - 1. Use --seed 0.")
-        if self.guard not in get_args(Mode):
-            raise UsageError(f"--guard {self.guard}: it must be one of {', '.join(get_args(Mode))}. Use --guard warn.")
+        if self.guard not in get_args(Guarding):
+            known = ", ".join(get_args(Guarding))
+            raise UsageError(f"--guard {self.guard}: it must be one of {known}. Use --guard warn.")
         if self.model not in MODELS:
             raise UsageError(f"--model {self.model}: the lab has {' and '.join(MODELS)}. Use --model gpt.")
         if self.model == "gpt":

@@ -57,7 +57,8 @@ def train(settings: Settings, task: Task) -> float:
     share = task.validation[worker % len(task.validation) :: workers]
     model = DistributedDataParallel(task.model, bucket_cap_mb=settings.bucket_mb)
     optimizer = AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
-    with laconic.attach(laconic.plan_from_env(), model, optimizer, guard=settings.guard) as session:
+    guards = [] if settings.guard == "off" else [laconic.Guard(settings.guard)]
+    with laconic.attach(laconic.plan_from_env(), model, optimizer, observers=guards) as session:
         for step in range(1, settings.steps + 1):
             optimizer.param_groups[0]["lr"] = settings.lr * lr_share(step, settings.steps)
             loss = loss_of(model, task.draw(worker, step))

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 import laconic
-from laconic.plans.stronger import strengths
+from laconic.guard import strengths
 
 MODEL = {"matrix": (512, 2048), "second": (512, 512), "third": (512, 512), "vector": (512,)}
 
