@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laconic.checks.agreement import agree, difference, parameter_facts
-from laconic.checks.divergence import DivergenceCheck
+from laconic.checks.digests import DivergenceCheck
 from laconic.checks.finite import NonFinite, NonFiniteCheck
 from laconic.comm.groups import Given, Levels, whole_of
 from laconic.comm.queue import CollectiveQueue

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.checks.agreement import Facts, parameter_facts
-from laconic.checks.divergence import differences
+from laconic.checks.digests import differences
 from laconic.codecs import Exact
 from laconic.comm.averaging import average_in_place, write
 from laconic.comm.queue import CollectiveQueue
