@@ -44,7 +44,7 @@ def _is_for_types_alone(node: ast.AST) -> bool:
 
 
 def _imports(node: ast.AST) -> set[str]:
-    """Return the names that a module imports, also inside functions; the string "laconic.module:function" counts, too."""
+    """Return the names that a module imports, also inside functions, or as the string "laconic.module:function"."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
     if isinstance(node, ast.ImportFrom) and node.module is not None:
