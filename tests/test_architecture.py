@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "atomic_write": set(),
     "torch_private": {"values"},
     "ledger": {"values"},
-    "plans": {"values", "codecs", "exchange"},
+    "plans": {"values", "codecs", "errors", "exchange"},
     "codecs": {"values", "kernels", "exchange", "torch_private.codecs"},
     "kernels": {"codecs", "exchange"},
     "comm": {"values", "ledger", "torch_private", "codecs", "plans.schedules", "errors", "exchange"},

@@ -35,7 +35,7 @@ from laconic.session.fsdp import ShardedPath, check_sharded, replicas_of
 from laconic.session.gradients import GradientAverager, GradientPath
 from laconic.session.live_model import LiveModel
 from laconic.session.module import ModulePath
-from laconic.session.observers import StepObserver, make, observers_from_env
+from laconic.session.observers import StepObserver, observers_from_env
 from laconic.session.scaling import Clipping, ScaledSteps
 from laconic.session.session import Session
 from laconic.session.stop import StepHeaders, Stop
@@ -117,7 +117,7 @@ def attach(
     clipping = Clipping(clip_norm)
     check_wrapping(model)
     watching = [*observers, *observers_from_env()]
-    if plan.observer and (own := make(plan.observer)) is not None:
+    if isinstance(own := plan.observer(), StepObserver):
         watching.append(own)
     units = find_units(model)
     ledger = Ledger() if ledger is None else ledger
@@ -143,7 +143,6 @@ def attach(
         # 3. All workers compare what they were given and what they train, and start from the same weights.
         settings = {"commit": commit, "nonfinite": policy, "verify_every": verify_every, "sync_initial": sync_initial}
         agree(known.world, "what is attached", _facts(plan, live, model, {**settings, "clip_norm": clip_norm}))
-        plan.check_fragments(len(live.originals))
         warn_of_learning_rates(known.world, optimizers)
         known.prepare(plan.levels)
         path: GradientPath

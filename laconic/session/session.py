@@ -254,7 +254,6 @@ class Session:
         # 1. check, on all workers
         self._path.check_plan(plan)
         agree(self._levels.world, "the plan to go on with", {"step": self.step, "plan": repr(plan)})
-        plan.check_fragments(len(self._live.originals))
         self._levels.prepare(plan.levels)
         clock = SyncClock(since=max(self.step, plan.schedule.start - 1))
         gradients = any(s.payload is Payload.GRADIENT for s in plan.syncs_at(self.step + 1, clock))

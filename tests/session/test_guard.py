@@ -97,9 +97,9 @@ def test_healthy_plans_are_left_alone(plan):
     assert (here["health"] is None) == (plan == "alone()")
 
 
-@pytest.mark.parametrize("schedule", ["PostLocal(start=1, period=2)", "Streaming(period=4, fragments=1, delay=1)"])
+@pytest.mark.parametrize("schedule", ["Every(period=2)", "Streaming(period=4, fragments=1, delay=1)"])
 def test_deltas_are_measured_and_get_a_stronger_codec(schedule):
-    plan = f"Plan(schedule={schedule}, codec=ErrorFeedback(codec=LowRank(rank=1)), outer=Adopt())"
+    plan = f"Plan(schedule={schedule}, codec=ErrorFeedback(codec=LowRank(rank=1)))"
     here, there = run_workers(_train, 2, ("bare", plan, laconic.Guard("act", every=2, limit=0.5)))
     assert here["plans"] == there["plans"] and len(set(here["plans"])) > 1
     assert here["health"] == there["health"]

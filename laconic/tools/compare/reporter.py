@@ -33,8 +33,9 @@ from laconic.session.session import Session
 from laconic.tools.compare.inputs import Fingerprints, imported_files
 from laconic.tools.compare.progress import Ending, Goal, Progress, progress_file, read_progress
 from laconic.tools.compare.validating import Validator, mean_over, number
-from laconic.tools.launch.links import Link, collective_s, framing_bytes, link
+from laconic.tools.launch.links import Link, framing_bytes, link
 from laconic.tools.launch.namespaces import CONTROL_INTERFACE_VARIABLE, INTERFACE_VARIABLE
+from laconic.tools.planner.network import collective_s
 
 FOLDER = "LACONIC_REPORT"
 GOAL = "goal.json"

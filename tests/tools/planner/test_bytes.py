@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import laconic
 from laconic.cost import cycle_of
 from laconic.tools.launch.links import link
-from laconic.tools.planner.collectives import Formula
+from laconic.tools.planner.network import ComputedNetwork
 from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.planner.shapes import Shapes
 from tests.workers import run_workers
@@ -23,18 +23,17 @@ CODECS = (
     "ErrorFeedback(Quantized(8))",
     "ErrorFeedback(Quantized(4, block=64))",
     "ErrorFeedback(Quantized(2))",
-    "ErrorFeedback(Sign())",
+    "ErrorFeedback(Quantized(1))",
     "ErrorFeedback(LowRank(rank=2))",
     "ErrorFeedback(LowRank(rank=2, rounds='alternating'))",
     "ByShape(ErrorFeedback(LowRank(rank=4, bits=4)), rest=ErrorFeedback(Quantized(4)))",
     "ByShape(ErrorFeedback(TopK(0.06, bits=2), decay=0.95), rest=ErrorFeedback(Quantized(4)))",
-    "ErrorFeedback(Batched(LowRank(rank=1)))",
 )
 SCHEDULES = (
     "Every(1)",
     "Every(1, of='weights')",
     "Every(3)",
-    "PostLocal(3, 2)",
+    "Every(2, 3)",
     "Streaming(4, 2)",
     "Streaming(4, 2, delay=1)",
 )
@@ -79,7 +78,7 @@ def _sent(worker: int, texts: tuple[str, ...]) -> list[dict[str, int]]:
 
 def _check(texts: tuple[str, ...], workers: int) -> None:
     sent = run_workers(_sent, workers, (texts,), timeout_s=240)[0]
-    network = Formula(link("1gbit", workers))
+    network = ComputedNetwork(link("1gbit", workers))
     scenario = Scenario(Shapes(dict(_model().named_parameters())), workers, network, 0.1, bare=True)
     for text, by_level in zip(texts, sent, strict=True):
         prediction = Prediction(laconic.plan(text), scenario)
