@@ -102,7 +102,7 @@ def test_a_worker_leaves_and_the_others_continue(tmp_path):
 @pytest.mark.nightly
 def test_a_worker_that_restarts_at_once_does_not_take_the_others_back_to_what_it_saved(tmp_path):
     # It comes to the same rendezvous as the workers that lost it, with an older step of the same generation.
-    given = {"folder": str(tmp_path / "saved"), "save_every": 7, "timeout_s": 1.5, "silence_s": 2.0}
+    given = {"folder": str(tmp_path / "saved"), "save_every": 7, "timeout_s": 1.5, "heartbeat_timeout_s": 2.0}
     with Cluster(job(tmp_path, **given)) as cluster:
         cluster.start(*FOUR)
         for victim in ("1", "0", "3"):

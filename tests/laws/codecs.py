@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.codecs import Batched, ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
+from laconic.algorithms.ddp_comm_hooks.batched import Batched
+from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopK
 from laconic.exchange import Averaged
 from tests.laws.world import World
 
@@ -60,12 +61,12 @@ CODECS: list[Codec] = [
     Quantized(2),
     Quantized(1),
     Quantized(4, rounding="stochastic"),
-    Sign(),
+    Quantized(1, block=4096),
     ErrorFeedback(Quantized(8)),
     ErrorFeedback(Quantized(4)),
     ErrorFeedback(Quantized(1)),
     ErrorFeedback(Quantized(4, block=16, rounding="stochastic")),
-    ErrorFeedback(Sign(block=64)),
+    ErrorFeedback(Quantized(1, block=64)),
     ByShape(TopK(0.1, chunk=64)),
     ByShape(LowRank(rank=2, bits=8)),
     ByShape(ErrorFeedback(LowRank(rank=2, bits=2))),
@@ -74,7 +75,7 @@ CODECS: list[Codec] = [
     ByName({"*.weight": ErrorFeedback(LowRank(rank=1)), "b*": Cast("bf16")}, rest=ErrorFeedback(Quantized(8))),
     Batched(ErrorFeedback(Quantized(4))),
 ]
-FEW_BITS = [codec for codec in CODECS if any(word in repr(codec) for word in ("Quantized", "bits=", "TopK", "Sign"))]
+FEW_BITS = [codec for codec in CODECS if any(word in repr(codec) for word in ("Quantized", "bits=", "TopK"))]
 """Codecs that round numbers to few bits, or drop some: even for vectors, and by shards, which one worker does not."""
 TENSOR_BY_TENSOR = [codec for codec in CODECS if "Batched" not in repr(codec)]
 """Codecs that encode each tensor by itself. `Batched` makes one matrix of all tensors."""

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.codecs import Batched, ByShape, Codec, ErrorFeedback, Exact, LowRank
+from laconic.algorithms.ddp_comm_hooks.batched import Batched
+from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank
 from laconic.comm.dry import dry
 from laconic.exchange import Peers, State, Tensors
 from laconic.ledger import Ledger

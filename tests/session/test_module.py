@@ -337,15 +337,23 @@ def test_a_world_of_one_without_torch_distributed_is_exact_and_silent():
 def test_bad_arguments_are_named():
     module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"attach\('ddp\(\)', ...\): the first argument is a Plan.*laconic.plan"):
-        laconic.attach("ddp()", module, optimizer)
+    with pytest.raises(TypeError, match=r"attach\(Linear, ...\): the first argument is a Plan or its text"):
+        laconic.attach(nn.Linear, module, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(laconic.PlanError, match="Did you mean power_sgd"):
+        laconic.attach("powersgd(rank=4)", module, optimizer)
     with pytest.raises(TypeError, match="the second argument is the model"):
         laconic.attach(laconic.ddp(), optimizer, module)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"a torch.optim.Optimizer, or several in a list, not an empty list"):
         laconic.attach(laconic.ddp(), module, [])
-    stranger = torch.optim.SGD(copy.deepcopy(module).parameters(), lr=0.1)
+    other = torch.optim.SGD(copy.deepcopy(module).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="holds none of the model's parameters"):
-        laconic.attach(laconic.ddp(), module, stranger)
+        laconic.attach(laconic.ddp(), module, other)
+
+
+def test_a_plan_may_be_given_as_text():
+    module = mlp()
+    with laconic.attach("power_sgd(rank=2)", module, torch.optim.SGD(module.parameters(), lr=0.1)) as session:
+        assert session.plan == laconic.power_sgd(rank=2)
 
 
 def test_detaching_leaves_the_optimizer_as_it_was():

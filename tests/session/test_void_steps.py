@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from laconic.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from laconic.codecs.packing import in_buckets
+from laconic.packing import in_buckets
 from laconic.session import module as bare
 from tests.laws.world import residuals, same_bits
 from tests.workers import run_workers

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
-from laconic.codecs.packing import in_parts
 from laconic.exchange import Averaged, Exchange, Mean, Peers, State, Tensors
+from laconic.packing import in_parts
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import run_workers
 

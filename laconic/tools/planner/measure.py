@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from laconic import alone, attach
-from laconic.codecs.packing import bucketed, in_parts, pack, unpack
+from laconic.codecs.routing import routed
 from laconic.comm.averaging import write
 from laconic.comm.groups import Levels
-from laconic.cost import routed
 from laconic.exchange import (
     AllToAll,
     Averaged,
@@ -29,6 +28,7 @@ from laconic.exchange import (
     drive,
 )
 from laconic.ledger import Ledger, wire_bytes
+from laconic.packing import bucketed, in_parts, pack, unpack
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Streaming
 from laconic.tools.machine import host_id
