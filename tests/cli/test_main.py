@@ -18,7 +18,7 @@ import laconic
         (["--heads", "3"], "Heads that fit 128: 1, 2, 4, 8, 16, 32, 64."),
         (["--workers", "5000"], "or add --oversubscribe to start 5000 all the same."),
         (["--plan", "gossip()"], "gossip"),
-        (["--plan", "power_sgd(rank=0, bits=None, rounds='alternating')"], "rank must be at least 1"),
+        (["--plan", "power_sgd(rank=0)"], "rank must be at least 1"),
         (["--plan", "__import__('os').getcwd()"], "__import__"),
         (["--data", "no/such/path"], "--data no/such/path: there is no such file or folder."),
         (["--json", "no/such/folder/out.json"], "--json no/such/folder/out.json: no file can be written in"),

@@ -9,7 +9,7 @@ import pytest
 def test_train_under_torchrun(outside, tiny, tmp_path):
     path = tmp_path / "out.json"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = ["--plan", "power_sgd(rank=1, bits=None, rounds='alternating')", "--steps", "4", "--json", str(path)]
+    arguments = ["--plan", "power_sgd(rank=1)", "--steps", "4", "--json", str(path)]
     ended = outside(*torchrun, "-m", "laconic", "train", *tiny, *arguments)
     assert ended.code == 0
     assert "worker 0 step=4/4" in ended.out

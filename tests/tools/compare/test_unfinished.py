@@ -10,7 +10,7 @@ from laconic.tools.compare.records import Outcome, Point
 from laconic.tools.compare.settings import Script, Settings
 from laconic.tools.compare.unfinished import Finished, Unfinished, digest
 
-RUNS = [Settings(plan="ddp()"), Settings(plan="power_sgd(rank=4, bits=None, rounds='alternating')")]
+RUNS = [Settings(plan="ddp()"), Settings(plan="power_sgd(rank=4)")]
 DONE = Outcome(
     plan="ddp()",
     model="gpt",
