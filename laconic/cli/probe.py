@@ -18,8 +18,10 @@ from laconic.cli.compare import link_of, workers_of
 from laconic.cli.options import DEFAULT
 from laconic.cli.probe_summary import print_summary
 from laconic.cli.results import check_writable
-from laconic.tools.compare.settings import MODELS, Script
+from laconic.plans.methods import alone
+from laconic.tools.compare.runs import Run, Script
 from laconic.tools.errors import UsageError
+from laconic.tools.lab.settings import MODELS, STEPS
 from laconic.tools.launch.links import Link
 from laconic.tools.launch.slow_link import NoSlowLink, slow_link
 from laconic.tools.launch.workers import Network, check_workers, found_place, workers_here
@@ -61,7 +63,6 @@ def probe(
     model: Model = DEFAULT.model,
     layers: options.Layers = DEFAULT.layers,
     width: options.Width = DEFAULT.width,
-    heads: options.Heads = DEFAULT.heads,
     context: options.Context = DEFAULT.context,
     batch: options.Batch = DEFAULT.batch,
     data: options.Data = None,
@@ -69,7 +70,6 @@ def probe(
     device: Device = "auto",
     longest: Longest = 0.5,
     plain: options.Plain = False,
-    oversubscribe: options.Oversubscribe = False,
 ) -> None:
     """Measure collectives, links between hosts, codecs, memory and a training step, in about a minute.
 
@@ -79,9 +79,9 @@ def probe(
     connected = link_of(link, given)
     count = workers_here(given if connected is None else connected.workers)
     in_lab = model in MODELS or ":" not in model
-    lab = options.lab_settings(command, workers=count, model=model if in_lab else DEFAULT.model, plan="ddp()")
+    lab = options.lab_settings(command, model=model if in_lab else DEFAULT.model)
     chosen = ProbeOptions(
-        lab=tuple(lab.arguments(Path())),
+        lab=tuple(lab.arguments(STEPS)),
         model=None if in_lab else model,
         plans=tuple(plan or ()),
         groups=tuple(groups or ()),
@@ -95,8 +95,7 @@ def probe(
     if found_place(os.environ) is not None:
         found = _as_worker(chosen, plain, "--link" if link else "--step-script" if script else None)
     else:
-        if not oversubscribe:
-            check_workers(count, usable_cores())
+        check_workers(count, usable_cores())
         found = _launched(chosen, count, connected, script, plain)
     if found is not None:
         found.write(out)
@@ -104,12 +103,12 @@ def probe(
         typer.echo(f"written to {out}")
 
 
-def _script(script: Path | None, arguments: tuple[str, ...], workers: int) -> Script | None:
+def _script(script: Path | None, arguments: tuple[str, ...], workers: int) -> Run | None:
     if script is None and arguments:
         raise UsageError(f"-- {' '.join(arguments)}: these are for a script. Give one with --step-script train.py.")
     if script is not None and not script.is_file():
         raise UsageError(f"--step-script {script}: there is no such file. Give the path of a training script.")
-    return None if script is None else Script("alone()", script, arguments, workers)
+    return None if script is None else Run(alone(), Script(script, arguments), workers)
 
 
 def _as_worker(chosen: ProbeOptions, plain: bool, refused: str | None) -> Probe | None:
@@ -126,13 +125,13 @@ def _as_worker(chosen: ProbeOptions, plain: bool, refused: str | None) -> Probe 
     return found if first else None
 
 
-def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: Script | None, plain: bool) -> Probe:
+def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: Run | None, plain: bool) -> Probe:
     try:
         with _network(link) as network, _progress(plain) as show:
             found = launch_probe(chosen, workers, network, show)
             if script is None:
                 return found
-            show(1.0, f"steps of {script.script}")
+            show(1.0, f"steps of {script.training.name}")
             return replace(found, step=script_step(script, network))
     except NoSlowLink as error:
         raise UsageError(

@@ -13,9 +13,9 @@ from laconic.cli import options
 from laconic.cli.options import DEFAULT
 from laconic.cli.simulation import SimulationView, time_table
 from laconic.cost import meta
-from laconic.tools.compare.settings import Settings
 from laconic.tools.errors import UsageError, check_count
 from laconic.tools.lab.models import GPT, ResNet
+from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import check_data
 from laconic.tools.launch.links import link as parse_link
 from laconic.tools.launch.workers import variables
@@ -74,13 +74,11 @@ def simulate(
     ] = DEFAULT.model,
     layers: options.Layers = DEFAULT.layers,
     width: options.Width = DEFAULT.width,
-    heads: options.Heads = DEFAULT.heads,
     context: options.Context = DEFAULT.context,
     batch: options.Batch = DEFAULT.batch,
     lr: options.Lr = DEFAULT.lr,
     seed: options.Seed = DEFAULT.seed,
     data: options.Data = None,
-    bucket_mb: options.BucketMb = DEFAULT.bucket_mb,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=_OUT)] = False,
     plain: options.Plain = False,
 ) -> None:
@@ -91,7 +89,7 @@ def simulate(
     check_count("workers", workers)
     plans = [parse_plan(text) for text in plan or ["ddp()"]]
     place = model if ":" in model else None
-    settings = options.lab_settings(command, plan="ddp()", model=DEFAULT.model if place else model)
+    settings = options.lab_settings(command, model=DEFAULT.model if place else model)
     network = _network(link, latency, algorithm, workers)
     slow = stragglers_of(stragglers, workers)
     given = Conditions(seconds_of(step, "--step"), jitter, slow, network, seed)
@@ -113,7 +111,7 @@ def simulate(
     with variables(local), view:
         for each in plans:
             task = lab_task(settings) if place is None else user_task(place, seed)
-            run = SimulatedRun(each, workers, steps, lr, bucket_mb, given, failures)
+            run = SimulatedRun(each, workers, steps, lr, settings.bucket_mb, given, failures)
             outcomes.append(_train(run, task, view))
     view.results(outcomes, _title(outcomes[0], network))
     if json:
@@ -149,7 +147,7 @@ def _machine(network: Formula | None) -> int | None:
     return network.link.levels[0].count if network is not None and len(network.link.levels) > 1 else None
 
 
-def _meta_model(settings: Settings, place: str | None) -> torch.nn.Module:
+def _meta_model(settings: Lab, place: str | None) -> torch.nn.Module:
     with torch.device("meta"):
         if place is not None:
             return user_task(place, settings.seed).model

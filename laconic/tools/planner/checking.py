@@ -10,7 +10,7 @@ from pathlib import Path
 from laconic.tools.errors import UsageError
 from laconic.tools.planner.predict import Prediction
 
-NEEDED = ("plan", "steps", "seconds", "wire_bytes", "talking_seconds", "parameters", "workers")
+NEEDED = ("plan", "steps", "seconds", "wire_bytes", "communication_seconds", "parameters", "workers")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class FinishedRun:
     steps: int
     seconds: float
     wire_bytes: int
-    talking_seconds: float
+    communication_seconds: float
     parameters: int
     workers: int
     without_link: bool = False
@@ -65,6 +65,6 @@ def terms(prediction: Prediction, run: FinishedRun) -> Sequence[Term]:
     talking = sum(sent.seconds(prediction.scenario.network) for sent in prediction.sent)
     return (
         Term("sent by each, bytes", prediction.sent_bytes_per_step, run.wire_bytes / run.steps),
-        Term("collectives in flight, s", talking / prediction.cycle, run.talking_seconds / run.steps),
+        Term("collectives in flight, s", talking / prediction.cycle, run.communication_seconds / run.steps),
         Term("step, s", prediction.step_s, run.seconds / run.steps),
     )

@@ -10,8 +10,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from laconic.tools.compare.settings import Settings
 from laconic.tools.errors import UsageError
+from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import Task, loss_of, make_task, validation_loss
 from laconic.tools.planner.users_function import users_function
 
@@ -28,7 +28,7 @@ class SimulatedTask:
     validation: Callable[[nn.Module], float] | None = None
 
 
-def lab_task(settings: Settings) -> SimulatedTask:
+def lab_task(settings: Lab) -> SimulatedTask:
     """Make the lab's task that the settings describe. It reads the data."""
     task = make_task(settings)
     return SimulatedTask(task.model, partial(_lab_loss, task), partial(_lab_validation, task))

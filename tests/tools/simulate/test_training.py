@@ -11,9 +11,9 @@ from torch import Tensor
 import laconic
 from laconic.session.observers import StepObserver
 from laconic.session.session import Session
-from laconic.tools.compare.settings import Settings
 from laconic.tools.compare.validating import number
 from laconic.tools.lab import script
+from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import make_task
 from laconic.tools.machine import usable_cores
 from laconic.tools.simulate.tasks import lab_task
@@ -40,10 +40,8 @@ MORE_PLANS = (
 )
 
 
-def _settings(plan: str, workers: int, steps: int = 8) -> Settings:
-    return Settings(
-        plan, workers, steps, layers=2, width=32, heads=2, context=16, batch=2, lr=5e-3, bucket_mb=0.05, seed=3
-    )
+def _settings(plan: str, workers: int, steps: int = 8) -> Lab:
+    return Lab(layers=2, width=32, context=16, batch=2, lr=5e-3, bucket_mb=0.05, seed=3)
 
 
 class _Recorder(StepObserver):
