@@ -28,6 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
+from laconic.cost import routed
 
 VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 50257, 1024, 24, 16, 1024, 32
 
@@ -96,7 +97,9 @@ def no_op(ddp: DDP, optimizer: torch.optim.Optimizer) -> None:
 
 
 def ours(ddp: DDP, optimizer: torch.optim.Optimizer) -> laconic.Session:
-    return laconic.attach(laconic.plan(OURS), ddp, optimizer, compress_alone=True)
+    session = laconic.attach(OURS, ddp, optimizer)
+    session.wrap_codec(lambda _: routed(session.plan.codec))  # in a world of one, where nothing would be encoded
+    return session
 
 
 def checks(plan: str, sizes: tuple[int, int, int, int]) -> str:
@@ -106,7 +109,8 @@ def checks(plan: str, sizes: tuple[int, int, int, int]) -> str:
     HEADS = WIDTH // 64
     ddp = DDP(GPT().cuda(), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-5, fused=True)
-    session = laconic.attach(laconic.plan(plan), ddp, optimizer, compress_alone=True)
+    session = laconic.attach(plan, ddp, optimizer)
+    session.wrap_codec(lambda _: routed(session.plan.codec))
     text = torch.randint(0, VOCABULARY, (batch, CONTEXT + 1), device="cuda")
 
     def stretch(mode: str) -> float:

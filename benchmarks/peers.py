@@ -30,7 +30,7 @@ from contestants.listed import CONTESTANTS, named
 from contestants.tables import Run
 from contestants.worker import POINTS, Goal, Point
 
-from laconic.plans.parse import PlanError
+from laconic.errors import PlanError
 from laconic.tools.launch.failures import WorkerError
 from laconic.tools.launch.folders import run_folder
 from laconic.tools.launch.links import link as parse_link

@@ -1,4 +1,4 @@
-"""An elastic run, which continues when workers die or join. Host its store first: `laconic serve --port 29400`.
+"""An elastic run, which continues when workers die or join. Host its store first: `python -m laconic.elastic`.
 
 By hand, in any number of terminals, each with its own id:
 

@@ -10,9 +10,16 @@ with the mean (`outer`), and with whom (`topology`). The training loop stays as 
 
 from laconic.codecs import Batched, ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
 from laconic.cost import sent_bytes
-from laconic.errors import DesyncError, DisagreementError, DivergedError, LostWorkerError, NonFiniteError
+from laconic.errors import (
+    DesyncError,
+    DisagreementError,
+    DivergedError,
+    LostWorkerError,
+    NonFiniteError,
+    PlanError,
+)
+from laconic.guard import Guard
 from laconic.ledger import Ledger
-from laconic.plans.auto import auto
 from laconic.plans.methods import (
     alone,
     ddp,
@@ -26,23 +33,20 @@ from laconic.plans.methods import (
     sparse_loco,
     streaming_diloco,
 )
-from laconic.plans.nested import Nested
-from laconic.plans.outer import Adopt, Nesterov, Optim
-from laconic.plans.parse import PlanError
+from laconic.plans.outer import Nesterov, Optim
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Every, Never, PostLocal, Quadratic, Streaming
+from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming
 from laconic.plans.text import plan, plan_from_env
 from laconic.plans.topology import Groups, World
 from laconic.session.attach import attach
-from laconic.session.guard import Guard
-from laconic.session.health import Health
+from laconic.session.metrics import Health
 from laconic.session.observers import StepObserver
 from laconic.session.session import Session
+from laconic.tools.planner.auto import auto
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Adopt",
     "Batched",
     "ByName",
     "ByShape",
@@ -67,7 +71,6 @@ __all__ = [
     "Optim",
     "Plan",
     "PlanError",
-    "PostLocal",
     "Quadratic",
     "Quantized",
     "Session",

@@ -90,3 +90,7 @@ def names(workers: Sequence[int]) -> str:
     ('worker 2', 'workers 1, 3')
     """
     return f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
+
+
+class PlanError(ValueError):
+    """The text is not a plan. The message quotes the text, gives the rule, and says what to write instead."""

@@ -10,7 +10,7 @@ from typing import Any
 
 def as_code(value: Any) -> str:
     """Return the call that makes a dataclass instance, without arguments that equal their defaults, for `__repr__`."""
-    given = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != _default(f)}
+    given = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != default_of(f)}
     return call(type(value).__name__, given)
 
 
@@ -41,5 +41,6 @@ def is_number(value: object) -> bool:
     return is_whole(value, least=None) or (isinstance(value, float) and isfinite(value))
 
 
-def _default(f: Field[Any]) -> Any:
+def default_of(f: Field[Any]) -> Any:
+    """Return the default of a dataclass's field."""
     return f.default if f.default_factory is MISSING else f.default_factory()

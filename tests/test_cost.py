@@ -13,7 +13,7 @@ import laconic
 from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
 from laconic.cost import routed
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Every, PostLocal
+from laconic.plans.schedules import Every
 
 SHAPES = {"w": (100, 50), "b": (50,)}
 DENSE = 4 * 5050
@@ -34,8 +34,8 @@ DENSE = 4 * 5050
         ("post_local_sgd(period=16)", DENSE / 16),
         ("post_local_sgd(start=100, period=5)", DENSE / 5),
         ("Plan(schedule=Every(period=10), codec=Cast('bf16'))", DENSE / 20),
-        ("Plan(schedule=PostLocal(3, 8), codec=LowRank(rank=2))", 4 * (2 * 150 + 50) / 8),
-        ("Plan(schedule=PostLocal(3, 8), codec=ByShape(LowRank(rank=2, rounds='alternating')))", 4 * (150 + 50) / 8),
+        ("Plan(schedule=Every(8, 3), codec=LowRank(rank=2))", 4 * (2 * 150 + 50) / 8),
+        ("Plan(schedule=Every(8, 3), codec=ByShape(LowRank(rank=2, rounds='alternating')))", 4 * (150 + 50) / 8),
         ("Plan(codec=ErrorFeedback(LowRank(rank=2)))", 4 * (2 * 150 + 50)),  # vectors are sent exactly
     ],
 )
@@ -107,13 +107,13 @@ def test_an_invalid_number_of_workers_is_refused(workers: Any) -> None:
 
 
 def test_plans_with_an_anchor_send_encoded_deltas() -> None:
-    plan = Plan(PostLocal(1, 4), Cast("bf16"))
+    plan = Plan(Every(4), Cast("bf16"))
     assert plan.needs_anchor
     assert laconic.sent_bytes(plan, SHAPES) == DENSE / 8
 
 
 def test_deltas_of_half_precision_weights_are_fp32() -> None:
-    plan = Plan(PostLocal(1, 4), ByShape(LowRank(rank=1)))
+    plan = Plan(Every(4), ByShape(LowRank(rank=1)))
     assert plan.needs_anchor
     assert laconic.sent_bytes(plan, {"b": torch.empty(64, dtype=torch.bfloat16)}) == 64 * 4 / 4
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from laconic.algorithms.model_averaging.averagers import ModelAverager
-from laconic.session.grad_scaler import ScaledSteps
+from laconic.session.scaling import ScaledSteps
 
 __all__ = ["PostLocalSGDOptimizer"]
 

@@ -82,8 +82,6 @@ class NonFiniteCheck:
         self.policy: NonFinite = policy
         self.late = late
         """Whether the optimizers skip a non-finite step themselves, and it is reported a step later."""
-        self.alone = False
-        """Whether the others cannot be asked who had NaN: some may have run out of data (DDP's `join()`)."""
         self._seen: list[_Observed] = []
         self._pending: list[_Late] = []
         self._each_parameter = False
@@ -153,7 +151,7 @@ class NonFiniteCheck:
         if _all_true([each.mean for each in seen]):
             return False
         now = gradients()
-        bad, where = _who_and_where(None if self.alone else queue, seen, list(now))
+        bad, where = _who_and_where(queue, seen, list(now))
         where = where or _first_nonfinite(now) or "several parameters"
         message = f"step {step}: {names(bad) if bad else 'some worker'} had NaN or Inf, in {where}"
         if self.policy == "raise":
@@ -179,7 +177,7 @@ class NonFiniteCheck:
         if finite.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
-        self._pending.append(_Late(None if self.alone else queue, step, seen, of, host, ready))
+        self._pending.append(_Late(queue, step, seen, of, host, ready))
         return (~finite.all()).to(torch.float32)
 
     def report_late(self, parameters: Iterable[str]) -> None:

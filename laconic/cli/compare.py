@@ -85,7 +85,8 @@ def compare(
     if script is not None:
         if guard != DEFAULT.guard:
             raise UsageError(
-                f'--guard {guard} --script {script}: a script chooses its own. Write attach(..., guard="{guard}").'
+                f"--guard {guard} --script {script}: a script chooses its own. Write "
+                f'attach(..., observers=[laconic.Guard("{guard}")]).'
             )
         training = Script(script, tuple(arguments or ()))
     elif arguments:

@@ -17,7 +17,6 @@ from laconic.cli.doctor import doctor
 from laconic.cli.migrate import migrate
 from laconic.cli.plan import plan
 from laconic.cli.probe import probe
-from laconic.cli.serve import serve
 from laconic.cli.simulate import simulate
 from laconic.tools.errors import UsageError
 from laconic.tools.launch.failures import WorkerError
@@ -52,7 +51,6 @@ app.command()(compare)
 app.command()(migrate)
 app.command()(doctor)
 app.command()(probe)
-app.command()(serve)
 app.command()(plan)
 app.command()(simulate)
 

@@ -6,29 +6,29 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.table import Table
 
 from laconic import Exact
 from laconic import plan as parse_plan
-from laconic.cli.forecast import ONE_TABLE, check_table, forecast_tables, wanted_table
-from laconic.cli.results import check_writable
-from laconic.cli.tables import PipedConsole
+from laconic.cli.tables import PipedConsole, table
 from laconic.cost import meta
 from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import Link
 from laconic.tools.launch.links import link as parse_link
-from laconic.tools.planner.collectives import ALGORITHMS, Algorithm, Formula
-from laconic.tools.planner.explain import explain
+from laconic.tools.planner.forecast import Forecast
 from laconic.tools.planner.front import PLANS, SOURCE
-from laconic.tools.planner.measured_network import MeasuredNetwork
-from laconic.tools.planner.predict import Scenario
-from laconic.tools.planner.probe_data import Probe, ProbeError
-from laconic.tools.planner.rows import Forecast
-from laconic.tools.planner.shapes import Shapes, count_of, from_count, from_file, from_module
-from laconic.tools.planner.units import bytes_of, seconds_of, shares_of
-from laconic.values import is_number
+from laconic.tools.planner.network import ComputedNetwork, MeasuredNetwork
+from laconic.tools.planner.predict import Prediction, Scenario
+from laconic.tools.planner.probe_data import MACHINE, Probe, ProbeError
+from laconic.tools.planner.shapes import Shapes, from_count, from_file, from_module
+from laconic.tools.units import BYTES, COUNT, DURATION, human_bytes, parse, rate_text, share
 
-_MODEL, _NETWORK, _WANT, _OUT = "The model", "The network", "What you need", "Output"
+_MODEL, _NETWORK = "The model", "The network"
+OUTCOME = ("sent\na step", "step", "computing", "kept", "sooner\nthan ddp", "than\nalone")
+"""The columns that decide: "sooner" is to the same loss."""
+DETAILS = ("exposed", "steps faster\nthan ddp", "memory", "break-even", "timeout")
+ONE_TABLE = 135
+"""The width of a terminal in which all columns fit into one table."""
 
 
 def plan(
@@ -51,126 +51,93 @@ def plan(
     shapes: Annotated[
         Path | None, typer.Option(help='JSON of shapes: {"layer.weight": [512, 512]}.', rich_help_panel=_MODEL)
     ] = None,
-    payload_bits: Annotated[
-        float | None,
-        typer.Option(help="Bits that are sent of each parameter, whatever the codec.", rich_help_panel=_MODEL),
-    ] = None,
-    step: Annotated[
-        str | None, typer.Option(help="A step without communication, such as 250ms.", rich_help_panel=_MODEL)
-    ] = None,
-    workers: Annotated[int | None, typer.Option(help="Workers.", rich_help_panel=_NETWORK)] = None,
-    link: Annotated[
-        str | None,
-        typer.Option("--link", "--topology", help='1gbit, or "8 @ 300GB/s, 4 @ 1Gb/s".', rich_help_panel=_NETWORK),
-    ] = None,
-    latency: Annotated[
-        str | None, typer.Option(help="Latency of a message, such as 0.2ms. Default: 0.", rich_help_panel=_NETWORK)
-    ] = None,
-    algorithm: Annotated[
-        str, typer.Option(help=f"Of an all_reduce: {', '.join(ALGORITHMS)}.", rich_help_panel=_NETWORK)
-    ] = "ring",
-    machine: Annotated[
-        int | None, typer.Option(help="Workers of one machine, for plans that group these.", rich_help_panel=_NETWORK)
-    ] = None,
     bare: Annotated[
         bool,
         typer.Option(
             "--bare", help="The model is not in DDP: gradients are sent after backward.", rich_help_panel=_MODEL
         ),
     ] = False,
-    jitter: Annotated[
-        float, typer.Option(help="Standard deviation of a worker's step, relative to it.", rich_help_panel=_NETWORK)
-    ] = 0.0,
-    mtbf: Annotated[
-        str | None, typer.Option(help="Time between faults of the whole run, such as 12h.", rich_help_panel=_NETWORK)
+    step: Annotated[
+        str | None, typer.Option(help="A step without communication, such as 250ms.", rich_help_panel=_MODEL)
     ] = None,
-    need: Annotated[
+    workers: Annotated[int | None, typer.Option(help="Workers.", rich_help_panel=_NETWORK)] = None,
+    link: Annotated[
         str | None,
-        typer.Option(help="Shares of the time to compute, in %: the rate that each needs.", rich_help_panel=_WANT),
+        typer.Option(help='1gbit; or levels, the machine first: "8 @ 300GB/s, 4 @ 1Gb/s".', rich_help_panel=_NETWORK),
     ] = None,
-    budget: Annotated[
-        str | None, typer.Option(help="Bytes that a worker may send a day, such as 500GB.", rich_help_panel=_WANT)
+    latency: Annotated[
+        str | None, typer.Option(help="Latency of a message, such as 0.2ms. Default: 0.", rich_help_panel=_NETWORK)
     ] = None,
-    price: Annotated[
-        float | None, typer.Option(help="Price of a GB that is sent: adds that of 1000 steps.", rich_help_panel=_WANT)
-    ] = None,
-    gain: Annotated[
-        float | None,
-        typer.Option(
-            help="How many times as many steps as ddp() a worker by itself needs to the same loss. Default: "
-            "workers^0.75, 2.8 for 4, as in the lab.",
-            rich_help_panel=_WANT,
-        ),
-    ] = None,
-    check: Annotated[
-        Path | None,
-        typer.Option(help="Compare with finished runs: a file of compare --json.", rich_help_panel=_OUT),
-    ] = None,
-    explained: Annotated[
-        bool, typer.Option("--explain", help="Show every formula with its numbers.", rich_help_panel=_OUT)
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=_OUT)] = False,
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="Draw step time against bandwidth to this file (svg, png).", rich_help_panel=_OUT),
-    ] = None,
+    budget: Annotated[str | None, typer.Option(help="Bytes that a worker may send a day, such as 500GB.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, with everything that is predicted.")] = False,
 ) -> None:
     """Predict what each plan sends, how long a step takes, and which one reaches the same loss first.
 
     It may say: do not compress. Give a model, a network and the time of a step, or measure them with laconic probe.
     """
+    plans = [parse_plan(text) for text in plan or ()] or PLANS
+    limit = None if budget is None else parse(budget, BYTES, "--budget")
     measured = None if probe is None else _probe(probe)
-    _check(algorithm, jitter, gain, payload_bits, machine)
-    found = _shapes(model, parameters, layers, shapes, payload_bits is not None, measured)
-    network = _network(_link(link, workers), latency, algorithm, measured)
-    scenario = Scenario(
-        found,
-        network.link.workers if isinstance(network, Formula) else network.workers,
-        network,
-        _step_s(step, measured),
-        payload_bits,
-        {} if measured is None else {each.plan: each.seconds for each in measured.codecs},
-        jitter,
-        None if mtbf is None else seconds_of(mtbf, "--mtbf"),
-        machine,
-        _spread(measured),
-        gain,
-        bare,
-    )
-    if picture is not None:
-        check_writable(picture, "--picture")
-    needs = [] if need is None else shares_of(need, "--need")
-    if check is not None:
-        Console().print(check_table(check, scenario, plan))
-        return
+    found = _shapes(model, parameters, layers, shapes, measured)
+    network, count, machine = _network(link, workers, latency, measured)
+    codec_s = {} if measured is None else {parse_plan(each.plan): each.seconds for each in measured.codecs}
+    scenario = Scenario(found, count, network, _step_s(step, measured), codec_s, machine, _spread(measured), bare)
     try:
-        forecast = Forecast([parse_plan(text) for text in plan or PLANS], scenario)
+        forecast = Forecast(plans, scenario)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    limit = None if budget is None else bytes_of(budget, "--budget")
-    rows = forecast.as_json(needs, price, limit)
-    if picture is not None:
-        _draw(forecast, picture)
     if json:
-        print(json_format.dumps(rows, indent=1))
+        print(json_format.dumps(forecast.as_json(limit), indent=1))
         return
     console = PipedConsole(width=None if sys.stdout.isatty() else ONE_TABLE)
-    if explained:
-        for each in forecast.rows:
-            console.print("\n".join(explain(each)), markup=False, highlight=False, soft_wrap=True)
-            console.print()
-    console.print(*forecast_tables(forecast, console.width))
-    if needs or price is not None or limit is not None:
-        console.print(wanted_table(rows["rows"]))
-    console.print(f"kept: {SOURCE}.", markup=False, highlight=False, soft_wrap=True)
-    coded = [repr(each.plan) for each in forecast.rows if each.plan.codec != Exact()]
-    unknown = [text for text in coded if text not in scenario.codec_s]
+    console.print(*forecast_tables(forecast, console.width, limit))
+    notes = [f"kept: {SOURCE}."]
+    unknown = [repr(each.plan) for each in forecast.rows if each.plan.codec != Exact() and each.plan not in codec_s]
     if measured is None:
-        console.print("The time of codecs was not measured and counts as 0: laconic probe measures it.", soft_wrap=True)
+        notes.append("The time of codecs was not measured and counts as 0: laconic probe measures it.")
     elif unknown:
-        text = f"The codec of {', '.join(unknown)} is not in the probe and counts as 0: probe with --plan."
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(rows["advice"], markup=False, highlight=False, soft_wrap=True)
+        notes.append(f"The codec of {', '.join(unknown)} is not in the probe and counts as 0: probe with --plan.")
+    for line in (*notes, forecast.advice):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def forecast_tables(forecast: Forecast, width: int, budget_bytes: float | None = None) -> list[Table]:
+    """One row for each plan, the soonest at the same loss first; in two tables, if the terminal is narrow."""
+    s = forecast.scenario
+    rate = rate_text(s.network.rate_bps, digits=4)
+    title = f"{s.shapes.parameters:,} parameters, {s.workers} workers, {s.compute_s:.4g} s a step, {rate}"
+    details = DETAILS if budget_bytes is None else (*DETAILS, "within\nbudget")
+    cells = [(repr(each.plan), _cells(forecast, each, budget_bytes)) for each in forecast.ranked]
+    shown = [(OUTCOME + details, title)] if width >= ONE_TABLE else [(OUTCOME, title), (details, "")]
+    return [
+        table(("plan", *headings), [(plan, *(row[each] for each in headings)) for plan, row in cells], title)
+        for headings, title in shown
+    ]
+
+
+def _cells(forecast: Forecast, each: Prediction, budget_bytes: float | None) -> dict[str, str]:
+    low, high = each.interval_s
+    rate = None if each is forecast.ddp else each.break_even_bps(forecast.ddp)
+    cells = {
+        "sent\na step": human_bytes(each.sent_bytes_per_step),
+        "step": f"{each.step_s:.3g} s" if low == high else f"{each.step_s:.3g} s\n{low:.2g} to {high:.2g}",
+        "computing": share(each.now.utilisation),
+        "kept": share(each.kept),
+        "sooner\nthan ddp": _times(each.sooner_than(forecast.ddp)),
+        "than\nalone": _times(each.sooner_than(forecast.alone)),
+        "exposed": f"{each.now.exposed_s:.3g} s",
+        "steps faster\nthan ddp": _times(forecast.ddp.step_s / each.step_s),
+        "memory": human_bytes(each.memory_bytes),
+        "break-even": "-" if rate is None else "any" if rate <= 0 else rate_text(rate, digits=3),
+        "timeout": f"{each.timeout_s} s",
+    }
+    if budget_bytes is not None:
+        cells["within\nbudget"] = "yes" if each.bytes_a_day <= budget_bytes else "no"
+    return cells
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
 
 
 def _probe(path: Path) -> Probe:
@@ -180,18 +147,32 @@ def _probe(path: Path) -> Probe:
         raise UsageError(f"--probe {error}") from None
 
 
-def _network(link: Link | None, latency: str | None, algorithm: str, probe: Probe | None) -> Formula | MeasuredNetwork:
-    if link is not None:
-        chosen: Algorithm = next(each for each in ALGORITHMS if each == algorithm)
-        return Formula(link, 0.0 if latency is None else seconds_of(latency, "--latency"), chosen)
+def _network(
+    text: str | None, workers: int | None, latency: str | None, probe: Probe | None
+) -> tuple[ComputedNetwork | MeasuredNetwork, int, int | None]:
+    """Return the network, its workers, and those of one machine if it has machines of several."""
+    if text is not None:
+        found = _link(text, workers)
+        machine = found.levels[0].count if len(found.levels) > 1 else None
+        return (
+            ComputedNetwork(found, 0.0 if latency is None else parse(latency, DURATION, "--latency")),
+            found.workers,
+            machine,
+        )
     if probe is None:
         raise UsageError("a network is missing. Give --link 1gbit --workers 4, or --probe probe.json.")
-    return MeasuredNetwork(probe.timings, probe.workers)
+    return MeasuredNetwork(probe.timings, probe.workers), probe.workers, probe.levels.get(MACHINE)
+
+
+def _link(text: str, workers: int | None) -> Link:
+    if workers is None and "@" not in text:
+        raise UsageError(f"--link {text}: the number of workers is missing. Add --workers 4.")
+    return parse_link(text, workers)
 
 
 def _step_s(step: str | None, probe: Probe | None) -> float:
     if step is not None:
-        return seconds_of(step, "--step")
+        return parse(step, DURATION, "--step")
     if probe is None:
         raise UsageError(
             "the time of a step without communication is missing. Give --step 250ms, or --probe probe.json."
@@ -205,12 +186,7 @@ def _step_s(step: str | None, probe: Probe | None) -> float:
 
 
 def _shapes(
-    model: str | None,
-    parameters: str | None,
-    layers: int | None,
-    shapes: Path | None,
-    flat: bool,
-    probe: Probe | None,
+    model: str | None, parameters: str | None, layers: int | None, shapes: Path | None, probe: Probe | None
 ) -> Shapes:
     given = [name for name, value in (("--model", model), ("--parameters", parameters), ("--shapes", shapes)) if value]
     if len(given) > 1:
@@ -218,7 +194,7 @@ def _shapes(
     if layers is not None and (layers < 1 or parameters is None):
         raise UsageError(f"--layers {layers}: it divides --parameters, and must be at least 1. Add --parameters 350M.")
     if parameters is not None:
-        return from_count(count_of(parameters), layers, flat and layers is not None)
+        return from_count(round(parse(parameters, COUNT, "--parameters")), layers)
     if model is not None:
         return from_module(model)
     if shapes is not None:
@@ -228,27 +204,6 @@ def _shapes(
     raise UsageError("a model is missing. Give --parameters 350M, --model module:function, --shapes or --probe.")
 
 
-def _link(text: str | None, workers: int | None) -> Link | None:
-    if text is None:
-        return None
-    if workers is None and "@" not in text:
-        raise UsageError(f"--link {text}: tell how many workers there are. Add --workers 4.")
-    return parse_link(text, workers)
-
-
-def _check(algorithm: str, jitter: float, gain: float | None, bits: float | None, machine: int | None) -> None:
-    if algorithm not in ALGORITHMS:
-        raise UsageError(f"--algorithm {algorithm}: it is one of {', '.join(ALGORITHMS)}.")
-    if not is_number(jitter) or jitter < 0:
-        raise UsageError(f"--jitter {jitter}: it must not be negative. Use 0.1 for 10 %.")
-    if gain is not None and not gain >= 1:
-        raise UsageError(f"--gain {gain}: a worker by itself needs at least as many steps as ddp(): 1 or more.")
-    if bits is not None and not bits > 0:
-        raise UsageError(f"--payload-bits {bits}: it must be above 0, such as 16.")
-    if machine is not None and machine < 1:
-        raise UsageError(f"--machine {machine}: a machine has 1 worker or more.")
-
-
 def _spread(probe: Probe | None) -> tuple[float, float]:
     """The lowest and highest time of a probe, relative to the median: half of the samples lie between."""
     if probe is None:
@@ -256,12 +211,3 @@ def _spread(probe: Probe | None) -> tuple[float, float]:
     spreads = [each.spread for each in probe.timings] + ([probe.step.spread] if probe.step else [])
     middle = sorted(spreads)[len(spreads) // 2]
     return max(0.0, 1 - middle), 1 + middle
-
-
-def _draw(forecast: Forecast, path: Path) -> None:
-    try:
-        from laconic.tools.planner.picture import draw
-
-        draw(forecast.rows, path)
-    except ImportError as error:
-        raise UsageError(f'--picture {path}: it needs matplotlib ({error}). pip install "laconic[report]".') from error

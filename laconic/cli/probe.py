@@ -7,83 +7,70 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from laconic import plan as parse_plan
 from laconic.cli import options
-from laconic.cli.compare import link_of, workers_of
-from laconic.cli.options import DEFAULT
-from laconic.cli.probe_summary import print_summary
+from laconic.cli.compare import link_of
 from laconic.cli.results import check_writable
+from laconic.cli.tables import console, table
 from laconic.plans.methods import alone
 from laconic.tools.compare.runs import Run, Script
 from laconic.tools.errors import UsageError
-from laconic.tools.lab.settings import MODELS, STEPS
 from laconic.tools.launch.links import Link
 from laconic.tools.launch.slow_link import NoSlowLink, slow_link
 from laconic.tools.launch.workers import Network, check_workers, found_place, workers_here
 from laconic.tools.machine import usable_cores
 from laconic.tools.planner.front import PLANS
-from laconic.tools.planner.probe import ProbeOptions, Show, process_group, run_probe
-from laconic.tools.planner.probe_data import Probe
-from laconic.tools.planner.probe_launch import launch_probe, script_step
+from laconic.tools.planner.network import fit
+from laconic.tools.planner.probe import ProbeOptions, Show, launch_probe, process_group, run_probe, script_step
+from laconic.tools.planner.probe_data import OPS, Probe
+from laconic.tools.units import duration, human_bytes, rate_text
+
+COLLECTIVES = ("level", "collective", "latency\na hop", "bandwidth", "largest", "took", "spread")
 
 _option = partial(typer.Option, show_default=False)
 _MODEL = (
-    "gpt or resnet of the lab; or module:function, which returns a model, or a model and a function that computes the "
-    "loss of its next batch."
+    "module:function, which returns a model, or a model and a function that computes the loss of its next batch. "
+    "Default: the lab's GPT."
 )
-_PLANS = f"Also measure the codec of this plan; repeat for more. Always: {', '.join(PLANS)}."
+_PLANS = f"Also measure the codec of this plan; repeat for more. Always: {', '.join(map(repr, PLANS))}."
 _GROUPS = "Also measure collectives inside groups of this many neighbouring workers; repeat for more."
 _SCRIPT = "Take the step time from this script, run with plan alone(). It attaches plan_from_env() and reports."
-Out = Annotated[Path, typer.Option("--out", help="The file to write.", rich_help_panel="Output")]
-Arguments = Annotated[
-    list[str] | None, typer.Argument(help="After --: arguments of --step-script.", show_default=False)
-]
-Groups = Annotated[list[int] | None, _option("--groups", help=_GROUPS)]
-Plans = Annotated[list[str] | None, _option("--plan", help=_PLANS)]
-Model = Annotated[str, typer.Option("--model", help=_MODEL, rich_help_panel="The model")]
-StepScript = Annotated[Path | None, _option("--step-script", help=_SCRIPT)]
-Device = Annotated[str, typer.Option(help="Where models compute: cpu, cuda, or auto for cuda where there is one.")]
-Longest = Annotated[float, typer.Option(help="Seconds of the longest collective. Sizes grow up to it.")]
 
 
 def probe(
-    command: typer.Context,
-    arguments: Arguments = None,
-    out: Out = Path("probe.json"),
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="After --: arguments of --step-script.", show_default=False)
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("probe.json"),
     workers: options.Workers = None,
     link: options.LinkText = None,
-    hosts: options.HostCount = None,
-    groups: Groups = None,
-    plan: Plans = None,
-    model: Model = DEFAULT.model,
-    layers: options.Layers = DEFAULT.layers,
-    width: options.Width = DEFAULT.width,
-    context: options.Context = DEFAULT.context,
-    batch: options.Batch = DEFAULT.batch,
-    data: options.Data = None,
-    step_script: StepScript = None,
-    device: Device = "auto",
-    longest: Longest = 0.5,
-    plain: options.Plain = False,
+    groups: Annotated[list[int] | None, _option("--groups", help=_GROUPS)] = None,
+    plan: Annotated[list[str] | None, _option("--plan", help=_PLANS)] = None,
+    model: Annotated[str | None, _option("--model", help=_MODEL)] = None,
+    step_script: Annotated[Path | None, _option("--step-script", help=_SCRIPT)] = None,
+    device: Annotated[
+        str, typer.Option(help="Where models compute: cpu, cuda, or auto for cuda where there is one.")
+    ] = "auto",
+    longest: Annotated[
+        float, typer.Option(help="Seconds of the longest collective. Sizes grow up to it.")
+    ] = ProbeOptions.longest_s,
 ) -> None:
-    """Measure collectives, links between hosts, codecs, memory and a training step, in about a minute.
+    """Measure collectives, codecs and a training step, in about a minute.
 
     Runs as a worker under torchrun, or starts --workers processes here, with --link on hosts of their own.
     """
-    given = workers_of(hosts, workers, link)
-    connected = link_of(link, given)
-    count = workers_here(given if connected is None else connected.workers)
-    in_lab = model in MODELS or ":" not in model
-    lab = options.lab_settings(command, model=model if in_lab else DEFAULT.model)
+    connected = link_of(link, workers)
+    count = workers_here(workers if connected is None else connected.workers)
     chosen = ProbeOptions(
-        lab=tuple(lab.arguments(STEPS)),
-        model=None if in_lab else model,
-        plans=tuple(plan or ()),
+        model=model,
+        plans=tuple(map(parse_plan, plan or ())),
         groups=tuple(groups or ()),
         device=device,
         longest_s=longest,
@@ -93,10 +80,10 @@ def probe(
     check_writable(out, "--out")
     script = _script(step_script, tuple(arguments or ()), count)
     if found_place(os.environ) is not None:
-        found = _as_worker(chosen, plain, "--link" if link else "--step-script" if script else None)
+        found = _as_worker(chosen, "--link" if link else "--step-script" if script else None)
     else:
         check_workers(count, usable_cores())
-        found = _launched(chosen, count, connected, script, plain)
+        found = _launched(chosen, count, connected, script)
     if found is not None:
         found.write(out)
         print_summary(found)
@@ -111,7 +98,7 @@ def _script(script: Path | None, arguments: tuple[str, ...], workers: int) -> Ru
     return None if script is None else Run(alone(), Script(script, arguments), workers)
 
 
-def _as_worker(chosen: ProbeOptions, plain: bool, refused: str | None) -> Probe | None:
+def _as_worker(chosen: ProbeOptions, refused: str | None) -> Probe | None:
     """Measure in this process, which is a worker of torchrun's. Only worker 0 has a result to show."""
     if refused is not None:
         raise UsageError(
@@ -120,14 +107,14 @@ def _as_worker(chosen: ProbeOptions, plain: bool, refused: str | None) -> Probe 
         )
     place = found_place(os.environ)
     first = place is not None and place.worker == 0
-    with process_group(chosen.device), _progress(plain, shown=first) as show:
+    with process_group(chosen.device), _progress(shown=first) as show:
         found = run_probe(chosen, show)
     return found if first else None
 
 
-def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: Run | None, plain: bool) -> Probe:
+def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: Run | None) -> Probe:
     try:
-        with _network(link) as network, _progress(plain) as show:
+        with _network(link) as network, _progress() as show:
             found = launch_probe(chosen, workers, network, show)
             if script is None:
                 return found
@@ -150,18 +137,10 @@ def _network(link: Link | None) -> Iterator[Network]:
 
 
 @contextmanager
-def _progress(plain: bool, shown: bool = True) -> Iterator[Show]:
+def _progress(shown: bool = True) -> Iterator[Show]:
     """Show a bar on stderr, or a line for each stage if that is not a terminal."""
-    if plain or not shown or not sys.stderr.isatty():
-        last = ""
-
-        def show_line(done: float, text: str) -> None:
-            nonlocal last
-            if shown and text != last:
-                print(f"{done:4.0%} {text}", file=sys.stderr, flush=True)
-            last = text
-
-        yield show_line
+    if not shown or not sys.stderr.isatty():
+        yield lambda done, text: print(f"{done:4.0%} {text}", file=sys.stderr, flush=True) if shown else None
         return
     columns = (
         BarColumn(),
@@ -172,3 +151,46 @@ def _progress(plain: bool, shown: bool = True) -> Iterator[Show]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting workers", total=1.0)
         yield lambda done, text: bar.update(task, completed=done, description=text)
+
+
+def print_summary(probe: Probe) -> None:
+    """Print what was measured: collectives by level, codecs and the step."""
+    out = console(plain=True)
+    hosts = len(probe.hosts)
+    link = "" if probe.link is None else f", link {probe.link}"
+    out.print(
+        f"{probe.workers} worker{'s' * (probe.workers > 1)} on {hosts} host{'s' * (hosts > 1)}, {probe.backend}, "
+        f"computing on {probe.device} with {probe.threads} thread{'s' * (probe.threads > 1)}{link}"
+    )
+    rows = []
+    for level, workers in probe.levels.items():
+        for op in OPS:
+            measured = probe.of(op, level)
+            found, largest = fit(measured), max(measured, key=lambda each: each.bytes)
+            cells = (
+                duration(found.latency_s),
+                f"{rate_text(found.bandwidth_bps, digits=3)}/s",
+                human_bytes(largest.bytes),
+                duration(largest.seconds),
+                f"{largest.spread:.0%}",
+            )
+            rows.append((f"{level} ({workers})", op, *cells))
+    if rows:
+        out.print(table(COLLECTIVES, rows, left=("collective",)))
+    if probe.codecs:
+        size = f"{probe.model.parameters:,} parameters of {probe.model.name}"
+        out.print(f"own computation to average {size} once, without the network")
+        codecs = [(each.plan, duration(each.seconds), f"{each.spread:.0%}") for each in probe.codecs]
+        out.print(table(("plan", "seconds", "spread"), codecs))
+    out.print(_step(probe))
+
+
+def _step(probe: Probe) -> str:
+    step = probe.step
+    if step is None:
+        return "step: not measured. Let --model return a model and a function of its loss, or use --step-script."
+    text = f"step without synchronising: {duration(step.seconds)}"
+    if not step.forward_s:
+        return text
+    names = (("forward", step.forward_s), ("backward", step.backward_s), ("optimizer", step.optimizer_s))
+    return f"{text} ({', '.join(f'{name} {duration(median(samples))}' for name, samples in names)})"

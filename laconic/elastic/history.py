@@ -1,4 +1,4 @@
-"""The last snapshots of one worker, in memory and on a disk."""
+"""Snapshots of one worker: its state after a step, copied to host memory. The last two are kept, and saved."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from laconic import checkpoint
 from laconic.atomic_write import write_atomically
 from laconic.checkpoint.resizing import without_residuals
-from laconic.elastic.snapshot import Committed, Snapshot, Stateful
+from laconic.checkpoint.state import copy_to_host
 
 logger = logging.getLogger("laconic.elastic")
 
@@ -24,16 +25,66 @@ KEPT = 2
 """Members of a generation differ by one commit at most, so two snapshots are enough to find a common one."""
 
 
+class Stateful(Protocol):
+    """An object with a state to save and load, such as a model, an optimizer or a scheduler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Restore the state."""
+        ...
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A commit: the steps after `since`, up to `step`, and the ids of the workers that made them."""
+
+    since: int
+    step: int
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The state of a worker after a step, copied to host memory. `by` is its commit, until that is reported."""
+
+    step: int
+    states: dict[str, Any]
+    by: Committed | None = None
+
+    @staticmethod
+    def of(objects: Mapping[str, Stateful], step: int, by: Committed | None = None) -> Snapshot:
+        """Copy the state of now."""
+        return Snapshot(step, {name: _copied(each.state_dict()) for name, each in objects.items()}, by)
+
+    def restore(self, objects: Mapping[str, Stateful]) -> None:
+        """Load the state into the objects. Copies again, because optimizers keep the tensors that they load."""
+        for name, each in objects.items():
+            each.load_state_dict(_copied(self.states[name]))
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return copy_to_host(state)
+    if isinstance(state, Mapping):
+        return {key: _copied(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_copied(each) for each in state)
+    return state
+
+
 class History:
     """The last snapshots of a worker, newest last, and the generation that they belong to."""
 
     def __init__(
         self,
-        parts: Mapping[str, Stateful],
+        objects: Mapping[str, Stateful],
         store: SnapshotStore | None = None,
         on_commit: Callable[[Committed], None] | None = None,
     ) -> None:
-        self._parts, self._store, self._on_commit = parts, store, on_commit
+        self._objects, self._store, self._on_commit = objects, store, on_commit
         self.generation = 0
         self.in_memory = True
         """False if a killed process saved the snapshots: it may have committed later steps."""
@@ -50,20 +101,20 @@ class History:
         if not self.snapshots and self._store is not None:
             self.generation, self.snapshots, self.in_memory = self._store.newest(KEPT)
         if not self.snapshots:
-            self.snapshots = [Snapshot.of(self._parts, step)]
+            self.snapshots = [Snapshot.of(self._objects, step)]
 
     def take(self, step: int, workers: tuple[str, ...]) -> None:
         """Take a snapshot of a step that these workers made, unless there is one."""
         if self.newest.step < step:
             by = Committed(self.newest.step, step, workers)
-            self.snapshots = [*self.snapshots, Snapshot.of(self._parts, step, by)][-KEPT:]
+            self.snapshots = [*self.snapshots, Snapshot.of(self._objects, step, by)][-KEPT:]
 
     def commit(self, save_every: int | None = None) -> None:
         """Mark the newest snapshot as committed, and report it once."""
         newest = self.newest
         if newest.by is None:
             return
-        self.snapshots[-1] = Snapshot(newest.step, newest.parts)
+        self.snapshots[-1] = Snapshot(newest.step, newest.states)
         self.commits += 1
         if self._on_commit is not None:
             self._on_commit(newest.by)
@@ -72,8 +123,8 @@ class History:
 
     def resume(self, snapshot: Snapshot, generation: int, *, save: bool = False) -> None:
         """Continue from a snapshot in a new generation; with `save`, write it to the disk first."""
-        snapshot.restore(self._parts)
-        model = self._parts["model"]
+        snapshot.restore(self._objects)
+        model = self._objects["model"]
         assert isinstance(model, nn.Module)
         model.zero_grad()
         self.generation, self.snapshots, self.in_memory = generation, [snapshot], True
@@ -83,7 +134,7 @@ class History:
 
     def rewind(self) -> None:
         """Restore the newest snapshot, before this worker leaves the run."""
-        self.newest.restore(self._parts)
+        self.newest.restore(self._objects)
 
     def at(self, step: int) -> Snapshot:
         """Return the snapshot of a step."""
@@ -126,7 +177,7 @@ class SnapshotStore:
         saved = [each.step for each in checkpoint.checkpoints(folder)]
         for each in snapshots:
             if each.step > max(saved, default=-1):
-                state = {"parts": each.parts, "by": None if each.by is None else astuple(each.by)}
+                state = {"states": each.states, "by": None if each.by is None else astuple(each.by)}
                 self._saving = checkpoint.save(folder, state, step=each.step, worker=0, workers=1, wait=wait)
         if wait or saved:
             for older in _generations(self._own):
@@ -149,9 +200,9 @@ class SnapshotStore:
 
     def _read(self, folder: Path, step: int) -> Snapshot:
         saved = checkpoint.load(folder, step=step, worker=0, workers=1).state
-        parts = saved["parts"] if folder.parent == self._own else without_residuals(saved["parts"])
+        states = saved["states"] if folder.parent == self._own else without_residuals(saved["states"])
         by = saved.get("by")
-        return Snapshot(step, parts, None if by is None else Committed(by[0], by[1], tuple(by[2])))
+        return Snapshot(step, states, None if by is None else Committed(by[0], by[1], tuple(by[2])))
 
 
 @dataclass(frozen=True)

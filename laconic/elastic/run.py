@@ -1,5 +1,9 @@
 """The training loop of an elastic run: commits steps, and takes a worker from one generation to the next.
 
+    steps(total)     form the first group, then one `Step` after another
+    _end_step        1. commit, if all workers have synchronised   2. after a loss, or if workers wait: _recover
+    _recover         1. leave the old group   2. rendezvous: who is here   3. connect   4. the state of the last commit
+
 After a step that synchronised all workers, each worker copies its state to host memory, and gathers four numbers from
 all others. A worker that has gathered them knows that all others hold the same snapshot: the step is committed, and is
 not lost while one of these workers lives. When a worker is lost, the others may differ by one commit. So each keeps
@@ -11,23 +15,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic import DisagreementError, Never, Session
+from laconic import DisagreementError, LostWorkerError, Never, Session
 from laconic.elastic.group import connect, leave, regroup
-from laconic.elastic.history import History, SnapshotStore
-from laconic.elastic.members_log import MembersLog
-from laconic.elastic.parts import is_loss, parts_of
+from laconic.elastic.history import Committed, History, SnapshotStore, Stateful
 from laconic.elastic.rendezvous import Member, Membership
-from laconic.elastic.snapshot import Committed, Stateful
 from laconic.elastic.state_transfer import transfer
-from laconic.elastic.step import CommitClock, Step
 from laconic.elastic.world import ElasticWorld
 from laconic.errors import ElasticError, EndedError, ReplacedError, StoreLostError
 from laconic.values import is_whole
@@ -36,6 +37,86 @@ logger = logging.getLogger("laconic.elastic")
 
 ATTEMPTS = 100
 """How many groups may fail to form, one after the other, before the run ends."""
+
+
+class Step:
+    """One step of the loop; `number` counts from 1. A context manager: a step that loses a worker is undone."""
+
+    def __init__(self, number: int, worker: int, workers: int, end: Callable[[BaseException | None], bool]) -> None:
+        self.number, self.worker, self.workers = number, worker, workers
+        self._end = end
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return self._end(error)
+
+    def __repr__(self) -> str:
+        return f"<Step {self.number}, worker {self.worker} of {self.workers}>"
+
+
+class CommitClock:
+    """Decides after each step whether to commit it: every `every` synchronisations among all workers.
+
+    The decision is the same on all workers. Fragments that are in flight must take effect first.
+    """
+
+    def __init__(self, session: Session, every: int = 1) -> None:
+        self._session, self._every = session, every
+        self.reset()
+
+    def reset(self) -> None:
+        """Start counting again, from a step that all workers share."""
+        self._synced, self._count = False, 0
+
+    def is_due(self) -> bool:
+        """Return whether to commit the step that has just ended. Called once after each step."""
+        self._synced |= self._session.synced
+        if not self._synced or self._session.in_flight:
+            return False
+        self._synced = False
+        self._count += 1
+        return self._count % self._every == 0
+
+
+def objects_of(
+    session: Session, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], also: Mapping[str, Stateful] | None
+) -> dict[str, Stateful]:
+    """Name every object whose state belongs to a step, and make the session average weights in copies.
+
+    A lost worker that continues may still write into buffers of a collective that the others have abandoned: these
+    must not be the weights, which the others have restored from a snapshot by then.
+    """
+    _check_bare(session, model)
+    session.commit = "atomic"
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return {
+        "model": model,
+        **{f"optimizer {index}": each for index, each in enumerate(optimizers)},
+        "session": session,
+        **{f"also {name}": each for name, each in (also or {}).items()},
+    }
+
+
+def _check_bare(session: Session, model: nn.Module) -> None:
+    """Refuse models that keep a process group, which is lost with its first worker."""
+    wrapped = any(isinstance(each, DistributedDataParallel) for each in model.modules())
+    if not wrapped and session.can_regroup:
+        return
+    raise ValueError(
+        f"Run(model={type(model).__name__}): {'DistributedDataParallel' if wrapped else 'FSDP'} keeps the process "
+        "group that it was made with, and an elastic run makes a new one whenever workers come or go. Leave the "
+        "wrapper out and attach to the bare module: laconic.attach(laconic.ddp(), model, optimizer) averages the same "
+        "gradients, at the optimizer's step."
+    )
+
+
+def is_loss(session: Session, error: BaseException) -> bool:
+    """Return whether an error means that workers were lost, and is not the user's own."""
+    return isinstance(error, LostWorkerError) or error is session.error
 
 
 class Run:
@@ -71,10 +152,11 @@ class Run:
         self.world, self.session = world, session
         self._save_every = save_every
         store = None if folder is None else SnapshotStore(Path(folder), world.id)
-        self._history = History(parts_of(session, model, optimizer, also), store, on_commit)
+        self._history = History(objects_of(session, model, optimizer, also), store, on_commit)
         self._commits = CommitClock(session, every)
         self._membership: Membership | None = None
-        self._members_log = MembersLog()
+        self._known: set[str] = set()
+        """The ids of all members so far."""
         self._stop = self._leave_asked = self._ended = False
         self._total = 0
         self._idle = True
@@ -277,7 +359,7 @@ class Run:
 
     def _connect(self, membership: Membership) -> None:
         """Connect to the other members, and continue from the step that all of them agree on."""
-        world, self._membership = self.world, membership
+        world, before, self._membership = self.world, self.members, membership
         check = partial(world.check_forming, membership)
         world.barrier("ready", membership)
         with world.store.cancelled_by(check):
@@ -290,4 +372,30 @@ class Run:
         world.rendezvous.confirm(membership)
         world.monitor.watch_for_joins(membership.attempt + 1)
         world.monitor.on_death = self.session.cancel_wait
-        self._members_log.log(self.members, membership.base)
+        change = describe_change(before, self.members, self._known, membership.base) if before else ""
+        logger.log(logging.WARNING if change else logging.INFO, "%s", change or _go_on(self.members, membership.base))
+        self._known.update(self.members)
+
+
+def describe_change(before: Sequence[str], after: Sequence[str], known: Collection[str], step: int) -> str:
+    """Return who is gone, who has come and who goes on; "" if no member has changed. `known` were members before.
+
+    >>> describe_change(["0", "1", "2"], ["0", "2"], {"0", "1", "2"}, step=40)
+    'worker 1 is gone; workers 0, 2 go on after step 40, 2 in all.'
+    >>> describe_change(["0", "2"], ["0", "1", "2", "3"], {"0", "1", "2"}, step=60)
+    'worker 1 is back; worker 3 has joined; workers 0, 1, 2, 3 go on after step 60, 4 in all.'
+    """
+    gone = [id for id in before if id not in after]
+    back = [id for id in after if id not in before and id in known]
+    new = [id for id in after if id not in before and id not in known]
+    parts = [(gone, "is gone", "are gone"), (back, "is back", "are back"), (new, "has joined", "have joined")]
+    said = [f"{_named(ids)} {several if len(ids) > 1 else one}" for ids, one, several in parts if ids]
+    return "; ".join([*said, _go_on(after, step)]) if said else ""
+
+
+def _go_on(ids: Sequence[str], step: int) -> str:
+    return f"{_named(ids)} {'go' if len(ids) > 1 else 'goes'} on after step {step}, {len(ids)} in all."
+
+
+def _named(ids: Sequence[str]) -> str:
+    return f"worker{'s' * (len(ids) > 1)} {', '.join(ids)}"

@@ -7,6 +7,7 @@ belong to one worker and are not sent: a worker that joins starts without any.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -14,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.checkpoint.resizing import without_residuals
+from laconic.checkpoint.state import allocate, as_bytes, describe, flatten, unflatten
 from laconic.comm.timeout import ended
 from laconic.elastic.group import subgroup
-from laconic.elastic.history import History
+from laconic.elastic.history import History, Snapshot
 from laconic.elastic.rendezvous import Membership
-from laconic.elastic.snapshot import Snapshot, allocated, pack, unpack
 from laconic.elastic.store import CancelCheck
 from laconic.errors import DamagedStateError
 
@@ -38,24 +40,29 @@ def transfer(
     broadcast = _broadcast_in(subgroup(group, ranks, timeout_s), ranks.index(source), check)
     if own is None:
         return Snapshot(membership.base, receive(broadcast))
-    send(own.parts, broadcast)
+    send(own.states, broadcast)
     return own
 
 
-def send(parts: dict[str, Any], broadcast: Broadcast) -> None:
-    """Send a state to the workers that call `receive`."""
-    header, *data = pack(parts)
+def send(states: dict[str, Any], broadcast: Broadcast) -> None:
+    """Send states, without residuals, to the workers that call `receive`."""
+    skeleton, tensors = flatten(without_residuals(states))
+    header = torch.frombuffer(bytearray(json.dumps([skeleton, describe(tensors)]).encode()), dtype=torch.uint8)
+    data = [as_bytes(t) for t in tensors.values()]  # uint8 [bytes], each
     for t in (torch.tensor([header.numel()]), header, *data, _digest([header, *data])):
         broadcast(t)
 
 
 def receive(broadcast: Broadcast) -> dict[str, Any]:
     """Receive what `send` sent, and compare its digest."""
+    # 1. The header: the skeleton of the states, and the dtype and shape of each tensor.
     length = torch.zeros(1, dtype=torch.int64)
     broadcast(length)
     header = torch.zeros(int(length), dtype=torch.uint8)
     broadcast(header)
-    tensors = allocated(header)
+    skeleton, described = json.loads(header.numpy().tobytes())
+    # 2. The data, into tensors that this worker makes, and the digest of both.
+    tensors = allocate(described)
     data, digest = [t.reshape(-1).view(torch.uint8) for t in tensors.values()], torch.zeros(32, dtype=torch.uint8)
     for t in (*data, digest):
         broadcast(t)
@@ -64,7 +71,8 @@ def receive(broadcast: Broadcast) -> dict[str, Any]:
             f"the state that this worker received ({sum(map(len, data))} bytes) has another SHA-256 than what was "
             "sent. Nothing of it is used. Start this worker again; if it happens again, check its memory and network."
         )
-    return unpack(header, tensors)
+    states: dict[str, Any] = unflatten(skeleton, tensors)
+    return states
 
 
 def _digest(data: Iterable[Tensor]) -> Tensor:

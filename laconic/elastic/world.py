@@ -102,8 +102,8 @@ def _connected(store: str | Store) -> Store:
         return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT_S))
     except RuntimeError as error:
         raise StoreLostError(
-            f"join({store!r}): no store answers there ({str(error).partition(chr(10))[0]}). Host it first, with "
-            "laconic.elastic.serve(port) in a process that outlives the workers."
+            f"join({store!r}): no store answers there ({str(error).partition(chr(10))[0]}). Host it first, in a "
+            f"process that outlives the workers: python -m laconic.elastic --port {port}, or elastic.serve({port})."
         ) from error
 
 

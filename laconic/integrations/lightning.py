@@ -18,7 +18,7 @@ weights and moments (`session.ledger.totals(by="phase")["checkpoint"]`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -29,13 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import laconic
-from laconic import Guard, Ledger, Plan, Session, StepObserver
+from laconic import Ledger, Plan, Session, StepObserver
 from laconic.checkpoint import resize as resize_states
 from laconic.checkpoint.gathering import gather_states
 from laconic.checks.finite import NonFinite
-from laconic.session.anchor import Anchors
-from laconic.session.guard import Mode
-from laconic.session.weights import Commit
+from laconic.session.weights import Anchors, Commit
 
 logger = logging.getLogger("laconic.lightning")
 
@@ -59,7 +57,7 @@ class Laconic(Callback):  # type: ignore[misc]
         nonfinite: What NaN or Inf on one worker leads to.
         verify_every: After how many synchronisations weights are compared.
         clip_norm: Like `Trainer(gradient_clip_val=...)`, and also under manual optimization and for fused optimizers.
-        guard: Whether to measure what the plan delivers.
+        observers: What watches the session, such as `laconic.Guard("warn")`.
         resize: Resume from a checkpoint of another number of workers: their residuals are divided among those that are
             there, and keep their "sum" or their "mean", as in `laconic.checkpoint.resize`. None refuses.
     """
@@ -75,7 +73,7 @@ class Laconic(Callback):  # type: ignore[misc]
         nonfinite: NonFinite | None = None,
         verify_every: int | None = None,
         clip_norm: float | None = None,
-        guard: Guard | Mode = "off",
+        observers: Sequence[StepObserver] = (),
         resize: Literal["sum", "mean"] | None = None,
     ) -> None:
         if resize not in ("sum", "mean", None):
@@ -83,7 +81,8 @@ class Laconic(Callback):  # type: ignore[misc]
         self.plan = laconic.plan(plan) if isinstance(plan, str) else plan
         self.session: Session | None = None
         self._ledger, self._commit, self._anchors, self._timeout_s = ledger, commit, anchors, timeout_s
-        self._nonfinite, self._verify_every, self._clip_norm, self._guard = nonfinite, verify_every, clip_norm, guard
+        self._nonfinite, self._verify_every, self._clip_norm = nonfinite, verify_every, clip_norm
+        self._observers = tuple(observers)
         self._resize = resize
         self._restored: Mapping[str, Any] | None = None
         """What this worker loads when training starts."""
@@ -120,7 +119,7 @@ class Laconic(Callback):  # type: ignore[misc]
             verify_every=self._verify_every,
             scaler=scaler,
             clip_norm=self._clip_norm,
-            guard=self._guard,
+            observers=self._observers,
         )
         if saved is not None:
             _load(saved, trainer, pl_module, self.session)

@@ -31,12 +31,10 @@ from torch.optim import Optimizer
 
 from laconic import Session
 from laconic.elastic.group import connect, leave, regroup
-from laconic.elastic.history import History
-from laconic.elastic.parts import is_loss, parts_of
+from laconic.elastic.history import Committed, History, Stateful
 from laconic.elastic.rendezvous import Member, Membership
-from laconic.elastic.snapshot import Committed, Stateful
+from laconic.elastic.run import CommitClock, Step, is_loss, objects_of
 from laconic.elastic.state_transfer import transfer
-from laconic.elastic.step import CommitClock, Step
 from laconic.elastic.store import BoundedStore, CancelCheck
 from laconic.torch_private.elastic import Store
 
@@ -106,7 +104,9 @@ class Run:
             )
         self.manager, self.session = manager, session
         self._group: Group = manager._pg
-        self._history = History({**parts_of(session, model, optimizer, also), "torchft": manager}, on_commit=on_commit)
+        self._history = History(
+            {**objects_of(session, model, optimizer, also), "torchft": manager}, on_commit=on_commit
+        )
         self._commits = CommitClock(session)
         self._joined: dist.ProcessGroup | None = None
         """The group that the session uses; None if a new one must be formed."""

@@ -35,7 +35,7 @@ class LaconicCallback(TrainerCallback):  # type: ignore[misc]
         trainer: The trainer that gets this callback.
         resume: Whether each worker's state is loaded when training resumes from a checkpoint. With False it starts
             anew, from the model and the optimizer in the checkpoint: residuals of zero, steps that count from 1.
-        attach: What attaches the plan, for options: `functools.partial(laconic.attach, guard="warn")`.
+        attach: What attaches the plan, for options: `functools.partial(laconic.attach, clip_norm=1.0)`.
     """
 
     session: Session | None = None

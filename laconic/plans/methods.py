@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
-from laconic.plans.nested import Nested
-from laconic.plans.outer import Adopt, Nesterov
+from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Buffers, OptimizerState, Plan
-from laconic.plans.schedules import Every, Never, PostLocal, Quadratic, Streaming
+from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming
 from laconic.plans.topology import Groups, Topology, World
 
 
@@ -43,7 +42,7 @@ def power_sgd(
     """Average gradients at every step, each matrix as two thin factors (PowerSGD, arXiv:1905.13727).
 
     Factors, vectors and small tensors travel in `bits` bits a number; None sends all bits. Steps before `start` average
-    exactly. `rounds="alternating"` sends one factor a step: half the bytes, and far more than half of the loss is lost.
+    exactly. `rounds="alternating"` sends one factor a step: half the bytes, but far worse losses (docs/quality.md).
 
     >>> power_sgd(rank=1, bits=None).codec
     ByShape(codec=ErrorFeedback(codec=LowRank(rank=1)))
@@ -80,7 +79,8 @@ def post_local_sgd(
 
     With `group`, groups of that many workers, or the workers of one "machine", keep averaging gradients at every step.
     """
-    return Plan(PostLocal(start, period), Exact(), Adopt(), _topology(group), buffers, optimizer_state)
+    schedule = Every(period, start, of="weights")
+    return Plan(schedule, topology=_topology(group), buffers=buffers, optimizer_state=optimizer_state)
 
 
 def hierarchical_sgd(
@@ -113,8 +113,9 @@ def diloco(
     runs of hundreds to thousands of steps, in which momentum loses (docs/quality.md). In runs of many thousands use
     the paper's values: period=100 or more, lr=0.7, momentum=0.9.
     """
+    schedule = Every(period, start, of="weights")
     codec = few_bit_deltas() if codec is None else codec
-    return Plan(PostLocal(start, period), codec, Nesterov(lr, momentum), _topology(group), buffers, optimizer_state)
+    return Plan(schedule, codec, Nesterov(lr, momentum), _topology(group), buffers, optimizer_state)
 
 
 def streaming_diloco(
@@ -148,7 +149,8 @@ def qsr(
     optimizer_state: OptimizerState = "keep",
 ) -> Plan:
     """Average weights every (growth / lr)² steps: less often as the learning rate falls (arXiv:2310.14423)."""
-    return Plan(Quadratic(growth, floor, start), Exact(), Adopt(), _topology(group), buffers, optimizer_state)
+    schedule = Quadratic(growth, floor, start)
+    return Plan(schedule, topology=_topology(group), buffers=buffers, optimizer_state=optimizer_state)
 
 
 def sparse_loco(
@@ -165,7 +167,7 @@ def sparse_loco(
     Dense deltas in 1 or 2 bits, `frugal`, keep more of the training at the same bytes (docs/quality.md).
     """
     codec = ByShape(ErrorFeedback(TopK(fraction, bits=2), decay=decay), rest=ErrorFeedback(Quantized(4)))
-    return Plan(PostLocal(start, period), codec, Nesterov(lr, 0.0), World(), buffers, optimizer_state)
+    return Plan(Every(period, start, "weights"), codec, Nesterov(lr, 0.0), World(), buffers, optimizer_state)
 
 
 def frugal(bytes: str = "60x", start: int = 1, delay: int = 0) -> Plan:

@@ -37,27 +37,11 @@ class Outer(Protocol):
 
 
 @dataclass(frozen=True, repr=False)
-class Adopt:
-    """Plain averaging: every worker takes the mean of the weights."""
-
-    __repr__ = as_code
-
-    @property
-    def adopts(self) -> bool:
-        """True."""
-        return True
-
-    def step(self, anchor: dict[str, Tensor], delta: Tensors, state: State) -> None:
-        """Subtract the mean delta."""
-        for name, d in delta.items():
-            anchor[name].sub_(d.to(anchor[name].dtype))
-
-
-@dataclass(frozen=True, repr=False)
 class Nesterov:
     """Gradient descent on the deltas with Nesterov momentum, as in DiLoCo (Douillard et al. 2023, arXiv:2311.08105).
 
-    v ← momentum · v + delta;  anchor ← anchor − lr · (delta + momentum · v).  With lr=1 and momentum=0 it is `Adopt`.
+    v ← momentum · v + delta;  anchor ← anchor − lr · (delta + momentum · v).  `Nesterov(lr=1, momentum=0)`, the default
+    of a plan, is plain averaging: every worker takes the mean of the weights.
     """
 
     lr: float = 0.7
@@ -81,11 +65,11 @@ class Nesterov:
 
     def step(self, anchor: dict[str, Tensor], delta: Tensors, state: State) -> None:
         """Apply the mean delta and the momentum of earlier rounds."""
-        velocity: dict[str, Tensor] = state.setdefault("velocity", {})
         for name, d in delta.items():
             a = anchor[name]
             d = d.to(a.dtype)
             if self.momentum:
+                velocity: dict[str, Tensor] = state.setdefault("velocity", {})
                 if name not in velocity:
                     velocity[name] = torch.zeros_like(a)
                 velocity[name].mul_(self.momentum).add_(d)

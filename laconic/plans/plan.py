@@ -1,6 +1,6 @@
 """A plan: when workers synchronise, what they send, what they do with the mean, and with whom, as one value.
 
-    Plan(schedule=Every(1), codec=ByShape(ErrorFeedback(LowRank(rank=4))), outer=Adopt(), topology=World())
+    Plan(schedule=Every(16), codec=ErrorFeedback(Quantized(2)), outer=Nesterov(lr=1, momentum=0), topology=World())
 
 A plan is frozen, can be compared and hashed, prints as the code that makes it, and can be parsed from that text. The
 named methods (`methods.py`) are functions that return plans.
@@ -8,16 +8,26 @@ named methods (`methods.py`) are functions that return plans.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import ClassVar, Literal, TypeAlias, get_args
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
+from typing import Literal, TypeAlias, get_args
 
 from laconic.codecs import Codec, Exact
-from laconic.plans.nested import Nested
-from laconic.plans.outer import Adopt, Outer
-from laconic.plans.schedules import GRADIENTS, Every, Level, Never, Payload, Schedule, Streaming, Sync, SyncClock
+from laconic.plans.outer import Nesterov, Outer
+from laconic.plans.schedules import (
+    GRADIENTS,
+    Every,
+    Level,
+    Nested,
+    Never,
+    Payload,
+    Schedule,
+    Streaming,
+    Sync,
+    SyncClock,
+)
 from laconic.plans.topology import Topology, World
-from laconic.values import as_code
+from laconic.values import as_code, default_of
 
 Buffers: TypeAlias = Literal["average", "leader", "keep"]
 OptimizerState: TypeAlias = Literal["keep", "average", "reset"]
@@ -39,18 +49,16 @@ class Plan:
 
     schedule: Schedule = field(default_factory=Every)
     codec: Codec = field(default_factory=Exact)
-    outer: Outer = field(default_factory=Adopt)
+    outer: Outer = field(default_factory=partial(Nesterov, lr=1.0, momentum=0.0))
     topology: Topology = field(default_factory=World)
     buffers: Buffers = "average"
     optimizer_state: OptimizerState = "keep"
-    observer: ClassVar[str] = ""
-    """The factory of an observer that `attach` adds to the session, as "module:function"."""
 
     def __post_init__(self) -> None:
         protocols = {
             "schedule": (Schedule, "Every(8)"),
             "codec": (Codec, "Exact()"),
-            "outer": (Outer, "Adopt()"),
+            "outer": (Outer, "Nesterov()"),
             "topology": (Topology, "World()"),
         }
         for part, (kind, example) in protocols.items():
@@ -61,44 +69,31 @@ class Plan:
             if getattr(self, option) not in get_args(kinds):
                 known = " or ".join(repr(kind) for kind in get_args(kinds))
                 raise ValueError(f"Plan({option}={getattr(self, option)!r}): {option} must be {known}.")
-        if isinstance(self.schedule, Never):
-            self._check_no_options()
+        if isinstance(self.schedule, Never):  # groups may average gradients inside
+            options = ("codec", "outer", "buffers", "optimizer_state")
+            self._check_defaults(options, "workers never synchronise", "choose a schedule such as Every(8)")
         elif not self.local:
-            self._check_no_local_options()
+            why = "this schedule averages gradients at every step and never weights"
+            self._check_defaults(("outer", "topology", "buffers", "optimizer_state"), why, "choose a longer period")
+
+    def _check_defaults(self, options: tuple[str, ...], why: str, way_out: str) -> None:
+        """Refuse options that would have no effect."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in options and value != default_of(f):
+                raise ValueError(
+                    f"Plan(schedule={self.schedule!r}, {f.name}={value!r}): {why}, so {f.name} would have no effect. "
+                    f"Leave it out, or {way_out}."
+                )
 
     @cached_property
     def text(self) -> str:
         """`repr(self)`, computed once: headers use it at every step."""
         return repr(self)
 
-    def _check_no_options(self) -> None:
-        """Refuse options of averages: this plan has none among all workers. Groups may average gradients inside."""
-        defaults = {"codec": Exact(), "outer": Adopt(), "buffers": "average", "optimizer_state": "keep"}
-        for option, default in defaults.items():
-            if getattr(self, option) != default:
-                raise ValueError(
-                    f"Plan(schedule=Never(), {option}={getattr(self, option)!r}): workers never synchronise, so "
-                    f"{option} would have no effect. Leave it out, or choose a schedule such as Every(8)."
-                )
-
-    def _check_no_local_options(self) -> None:
-        """Refuse options of rounds of weights: this plan has none."""
-        defaults = {"outer": Adopt(), "topology": World(), "buffers": "average", "optimizer_state": "keep"}
-        for option, default in defaults.items():
-            if getattr(self, option) != default:
-                raise ValueError(
-                    f"Plan(schedule={self.schedule!r}, {option}={getattr(self, option)!r}): this schedule averages "
-                    f"gradients at every step and never weights, so {option} would have no effect. Leave it out, or "
-                    "choose a longer period."
-                )
-
-    def check_fragments(self, tensors: int) -> None:
-        """Refuse a model with fewer trained tensors than this plan has fragments."""
-        if self.schedule.fragments > tensors:
-            raise ValueError(
-                f"{self!r}: a model of {tensors} trained tensors cannot be cut into {self.schedule.fragments} "
-                f"fragments. Use {tensors} or fewer."
-            )
+    def observer(self) -> object:
+        """Return the `StepObserver` that `attach` adds to the session; None for none."""
+        return None
 
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
         """Return what is averaged at `step`, and among whom; an empty tuple for a local step."""

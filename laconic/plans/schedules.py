@@ -7,8 +7,10 @@ applies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from math import inf
 from typing import ClassVar, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
@@ -86,10 +88,11 @@ Averages: TypeAlias = Literal["gradients", "weights"]
 
 @dataclass(frozen=True, repr=False)
 class Every:
-    """Gradients every step; or, with a longer period, weights every `period` steps.
+    """Gradients every step; or, with a longer period, weights every `period` steps, and gradients before `start`.
 
     With `of="weights"`, weights also at period 1: gradients stay each worker's own, and workers average what their
-    optimizers made of them (deltas from the last average, where the codec is not `Exact()`).
+    optimizers made of them (deltas from the last average, where the codec is not `Exact()`). With `start` this is
+    post-local SGD, Lin et al. 2018, arXiv:1808.07217.
 
     >>> Every(1).syncs_at(1)
     (Sync(payload=<Payload.GRADIENT: 'gradient'>, level=None, part=None),)
@@ -97,6 +100,8 @@ class Every:
     (Sync(payload=<Payload.WEIGHTS: 'weights'>, level=None, part=None),)
     >>> [step for step in range(1, 9) if Every(period=4).syncs_at(step)]
     [4, 8]
+    >>> [step for step in range(1, 9) if Every(period=3, start=3).syncs_at(step)]
+    [1, 2, 5, 8]
     """
 
     period: int = 1
@@ -107,7 +112,7 @@ class Every:
     __repr__ = as_code
 
     def __post_init__(self) -> None:
-        check_steps("Every", start=self.start, period=self.period)
+        _check_steps("Every", start=self.start, period=self.period)
         if self.of is not None and self.of not in get_args(Averages):
             raise ValueError(f'Every(of={self.of!r}): of must be "gradients" or "weights", or None for the usual one.')
         if self.of == "gradients" and self.period > 1:
@@ -144,27 +149,50 @@ class Never:
 
 
 @dataclass(frozen=True, repr=False)
-class PostLocal:
-    """Gradients every step before `start`; from then on, weights every `period` steps.
+class Nested:
+    """Weights in groups of growing size with growing periods: `Nested({period: workers in a group})`.
 
-    Lin et al. 2018, arXiv:1808.07217.
+    At each step the largest period that divides it applies. The last groups contain all workers.
+    Hierarchical SGD, Wang et al. 2020, arXiv:2010.12998.
 
-    >>> [step for step in range(1, 9) if PostLocal(start=3, period=3).syncs_at(step)]
-    [1, 2, 5, 8]
+    >>> schedule = Nested({2: 2, 4: 8})
+    >>> {step: sync.level for step in range(1, 9) for sync in schedule.syncs_at(step)}
+    {2: 2, 4: 8, 6: 2, 8: 8}
     """
 
-    start: int
-    period: int
+    groups: Mapping[int, int] = field(hash=False)
+    start: int = 1
     fragments: ClassVar[int] = 1
 
     __repr__ = as_code
 
     def __post_init__(self) -> None:
-        check_steps("PostLocal", start=self.start, period=self.period)
+        given: object = self.groups
+        if not isinstance(given, Mapping) or not given:
+            raise ValueError(
+                f"Nested({given!r}): groups must map periods to numbers of workers, as in Nested({{4: 8, 16: 32}})."
+            )
+        object.__setattr__(self, "groups", dict(self.groups))
+        for period, size in self.groups.items():
+            _check_steps("Nested", start=self.start, period=period)
+            if not is_whole(size):
+                raise ValueError(f"Nested({self.groups!r}): groups of {size!r}: a group must have at least 1 worker.")
+        _check_growth(self.groups)
+
+    @property
+    def period(self) -> int:
+        """The longest period."""
+        return max(self.groups)
 
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
-        """Return what is averaged at `step`."""
-        return _weights_every(self.period, self.start, step)
+        """Return the groups that average their weights at `step`."""
+        if step < self.start:
+            return GRADIENTS
+        done = step - self.start + 1
+        for period, size in reversed(list(self.groups.items())):
+            if done % period == 0:
+                return (Sync(Payload.WEIGHTS, level=size),)
+        return NO_SYNC
 
 
 @dataclass(frozen=True, repr=False)
@@ -188,7 +216,7 @@ class Quadratic:
     __repr__ = as_code
 
     def __post_init__(self) -> None:
-        check_steps("Quadratic", start=self.start, period=self.floor, period_name="floor")
+        _check_steps("Quadratic", start=self.start, period=self.floor, period_name="floor")
         if not is_number(self.growth) or self.growth <= 0:
             raise ValueError(
                 f"Quadratic(growth={self.growth!r}): growth must be a number above 0. The period is (growth / lr)**2, "
@@ -216,6 +244,9 @@ class Quadratic:
 class Streaming:
     """Fragments of the model, each of which synchronises every `period` steps, at different steps.
 
+    A fragment is some of the model's tensors. In a model of fewer tensors than fragments some are empty: at their steps
+    no weights are sent.
+
     The mean of a fragment takes effect `delay` steps after it was sent, so that training overlaps with communication.
     By then the worker's own weights have moved. With mix=None that move is added to the mean, so that no step is lost
     (CoCoD-SGD, Shen et al. 2019, arXiv:1906.12043). With a number they enter the result with this weight (Streaming
@@ -234,7 +265,7 @@ class Streaming:
     __repr__ = as_code
 
     def __post_init__(self) -> None:
-        check_steps("Streaming", start=self.start, period=self.period)
+        _check_steps("Streaming", start=self.start, period=self.period)
         if not is_whole(self.fragments) or self.fragments > self.period:
             raise ValueError(
                 f"Streaming(period={self.period}, fragments={self.fragments!r}): fragments must be a whole number from "
@@ -256,9 +287,9 @@ class Streaming:
         if step < self.start:
             return GRADIENTS
         place = (step - self.start + 1) % self.period
-        part = -(-place * self.fragments // self.period)  # the first fragment at this step or later
-        due = part < self.fragments and part * self.period // self.fragments == place
-        return (Sync(Payload.WEIGHTS, part=part),) if due else NO_SYNC
+        fragment = -(-place * self.fragments // self.period)  # the first fragment at this step or later
+        due = fragment < self.fragments and fragment * self.period // self.fragments == place
+        return (Sync(Payload.WEIGHTS, part=fragment),) if due else NO_SYNC
 
 
 def _weights_every(period: int, start: int, step: int) -> tuple[Sync, ...]:
@@ -267,10 +298,24 @@ def _weights_every(period: int, start: int, step: int) -> tuple[Sync, ...]:
     return WEIGHTS if (step - start + 1) % period == 0 else NO_SYNC
 
 
-def check_steps(what: str, *, start: object, period: object, period_name: str = "period") -> None:
+def _check_steps(what: str, *, start: object, period: object, period_name: str = "period") -> None:
     """Raise a ValueError unless start and period are whole numbers of at least 1."""
     for name, value in (("start", start), (period_name, period)):
         if not is_whole(value):
             raise ValueError(
                 f"{what}({name}={value!r}): {name} must be a whole number of at least 1, as steps count from 1."
+            )
+
+
+def _check_growth(groups: Mapping[int, int]) -> None:
+    levels = list(groups.items())
+    for (period, size), (next_period, next_size) in pairwise(levels):
+        if next_period <= period:
+            raise ValueError(
+                f"Nested({groups!r}): period {next_period} follows {period}. Periods must increase from level to level."
+            )
+        if next_size <= size or next_size % size:
+            raise ValueError(
+                f"Nested({groups!r}): groups of {next_size} follow groups of {size}. Each size must be a "
+                "multiple of the one before it, so that smaller groups fit into larger ones."
             )

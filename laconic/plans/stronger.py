@@ -8,6 +8,7 @@ from typing import Any
 
 from laconic.codecs import Codec, Exact
 from laconic.plans.plan import Plan
+from laconic.plans.schedules import Every
 
 MOST_RANK = 64
 MOST_FRACTION = 0.25
@@ -92,7 +93,8 @@ def _half_period(plan: Plan) -> Plan | None:
     period = getattr(schedule, periods[0]) if periods else 1
     if period < 2:
         return None
+    changed = {periods[0]: period // 2} | ({"of": "weights"} if isinstance(schedule, Every) else {})
     try:
-        return replace(plan, schedule=replace(schedule, **{periods[0]: period // 2}))
-    except ValueError:  # such as a period below the number of fragments, or options of weights where none are averaged
+        return replace(plan, schedule=replace(schedule, **changed))
+    except ValueError:  # such as a period below the number of fragments
         return None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import os
-from collections.abc import Callable
-from dataclasses import fields
-from inspect import signature
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from inspect import Parameter, signature
+from typing import Any
 
 from laconic.codecs import Batched, ByName, ByShape, Cast, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
-from laconic.plans.auto import auto
+from laconic.errors import PlanError
 from laconic.plans.methods import (
     alone,
     ddp,
@@ -23,119 +26,81 @@ from laconic.plans.methods import (
     sparse_loco,
     streaming_diloco,
 )
-from laconic.plans.nested import Nested
-from laconic.plans.outer import Adopt, Nesterov, Optim
-from laconic.plans.parse import PlanError, parse
+from laconic.plans.outer import Nesterov, Optim
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Every, Never, PostLocal, Quadratic, Schedule, Streaming
+from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming
 from laconic.plans.topology import Groups, World
 from laconic.values import call
 
-
-def _no_arguments(plan: Plan) -> dict[str, object]:
-    return {}
-
-
-def _power_sgd_arguments(plan: Plan) -> dict[str, object] | None:
-    if not isinstance(plan.codec, ByShape):
-        return None
-    inner = plan.codec.codec
-    feedback = isinstance(inner, ErrorFeedback)
-    if isinstance(inner, ErrorFeedback):
-        inner = inner.codec
-    if not isinstance(inner, LowRank):
-        return None
-    given = {f.name: getattr(inner, f.name) for f in fields(inner)}
-    return given | {"start": plan.schedule.start, "feedback": feedback}
-
-
-def _quantized_arguments(plan: Plan) -> dict[str, object] | None:
-    codec = plan.codec.codec if isinstance(plan.codec, ErrorFeedback) else None
-    if not isinstance(codec, Quantized):
-        return None
-    return {"bits": codec.bits, "block": codec.block, "start": plan.schedule.start}
-
-
-def _sparse_arguments(plan: Plan) -> dict[str, object] | None:
-    feedback = plan.codec.codec if isinstance(plan.codec, ByShape) else None
-    if not isinstance(feedback, ErrorFeedback) or not isinstance(feedback.codec, TopK):
-        return None
-    if not isinstance(plan.outer, Nesterov):
-        return None
-    given = {"period": plan.schedule.period, "start": plan.schedule.start, "lr": plan.outer.lr}
-    return given | {"fraction": feedback.codec.fraction, "decay": feedback.decay} | _local_options(plan)
-
-
-def _frugal_arguments(plan: Plan) -> dict[str, object] | None:
-    codec = plan.codec.codec if isinstance(plan.codec, ErrorFeedback) else None
-    if not isinstance(plan.schedule, Streaming) or not isinstance(codec, Quantized | Sign):
-        return None
-    each = 15 if isinstance(codec, Quantized) else 31
-    return {"bytes": f"{each * plan.schedule.period}x", "start": plan.schedule.start, "delay": plan.schedule.delay}
-
-
-def _local_options(plan: Plan) -> dict[str, object]:
-    return {"buffers": plan.buffers, "optimizer_state": plan.optimizer_state}
-
-
-def _local_arguments(kind: type[Schedule], outer: bool) -> Callable[[Plan], dict[str, object] | None]:
-    """Return a function from a plan to its method's arguments, for a kind of schedule, with or without outer step."""
-
-    def arguments(plan: Plan) -> dict[str, object] | None:
-        if type(plan.schedule) is not kind:
-            return None
-        given: dict[str, object] = {f.name: getattr(plan.schedule, f.name) for f in fields(plan.schedule)}  # type: ignore[arg-type]
-        if outer:
-            if not isinstance(plan.outer, Nesterov):
-                return None
-            given |= {"lr": plan.outer.lr, "momentum": plan.outer.momentum, "codec": plan.codec}
-        if kind is not Nested:
-            given["group"] = plan.topology.inner
-        return given | _local_options(plan)
-
-    return arguments
-
-
-_METHODS: dict[str, tuple[Callable[..., Plan], Callable[[Plan], dict[str, object] | None]]] = {
-    "ddp": (ddp, _no_arguments),
-    "alone": (alone, _no_arguments),
-    "power_sgd": (power_sgd, _power_sgd_arguments),
-    "quantized_ddp": (quantized_ddp, _quantized_arguments),
-    "frugal": (frugal, _frugal_arguments),
-    "sparse_loco": (sparse_loco, _sparse_arguments),
-    "post_local_sgd": (post_local_sgd, _local_arguments(PostLocal, outer=False)),
-    "hierarchical_sgd": (hierarchical_sgd, _local_arguments(Nested, outer=False)),
-    "diloco": (diloco, _local_arguments(PostLocal, outer=True)),
-    "streaming_diloco": (streaming_diloco, _local_arguments(Streaming, outer=True)),
-    "qsr": (qsr, _local_arguments(Quadratic, outer=False)),
+_METHODS: dict[str, Callable[..., Plan]] = {
+    method.__name__: method
+    for method in (
+        *(ddp, alone, power_sgd, quantized_ddp, frugal, sparse_loco),
+        *(post_local_sgd, hierarchical_sgd, diloco, streaming_diloco, qsr),
+    )
 }
-"""The named methods, each with a function that returns the arguments for a given plan, or None."""
-
+"""The named methods. Of several that make the same plan, it prints as the first."""
 _VOCABULARY: dict[str, Callable[..., object]] = {
-    "auto": auto,
-    **{name: method for name, (method, _) in _METHODS.items()},
-    **{kind.__name__: kind for kind in (Plan, Every, Never, PostLocal, Nested, Quadratic, Streaming)},
-    **{kind.__name__: kind for kind in (Adopt, Nesterov, Optim, World, Groups)},
+    **_METHODS,
+    **{kind.__name__: kind for kind in (Plan, Every, Never, Nested, Quadratic, Streaming)},
+    **{kind.__name__: kind for kind in (Nesterov, Optim, World, Groups)},
     **{kind.__name__: kind for kind in (Exact, Cast, LowRank, Quantized, TopK, Sign)},
     **{kind.__name__: kind for kind in (ErrorFeedback, ByShape, ByName, Batched)},
 }
+"""What a text may call."""
 _ALWAYS_SHOWN = ("rank", "bits", "period", "fragments", "bytes")
 
 
 def call_of(plan: Plan) -> str | None:
-    """Return the call of the named method that makes `plan`, or None."""
-    for name, (method, arguments) in _METHODS.items():
-        given = arguments(plan)
-        if given is not None and method(**given) == plan:
-            return call(name, _shown(method, given))
+    """Return the call of the named method that makes `plan`, or None.
+
+    >>> call_of(Plan(Every(16)))
+    'post_local_sgd(period=16)'
+    """
+    known = _arguments(plan)
+    for name, method in _METHODS.items():
+        parameters = signature(method).parameters.values()
+        if all(p.name in known for p in parameters):
+            given = {p.name: known[p.name] for p in parameters}
+            try:
+                made = method(**given)
+            except ValueError:  # the values mean something else in this method
+                continue
+            if made == plan:
+                shown = {p.name for p in parameters if given[p.name] != p.default or p.name in _ALWAYS_SHOWN}
+                if given.get("codec") == few_bit_deltas():
+                    shown.discard("codec")
+                return call(name, {key: value for key, value in given.items() if key in shown})
     return None
 
 
-def _shown(method: Callable[..., Plan], given: dict[str, object]) -> dict[str, object]:
-    """Return the arguments to print: those that differ from their defaults, and always rank, period and fragments."""
-    parameters = signature(method).parameters.values()
-    shown = {p.name: given[p.name] for p in parameters if given[p.name] != p.default or p.name in _ALWAYS_SHOWN}
-    return {name: value for name, value in shown.items() if not (name == "codec" and value == few_bit_deltas())}
+def _arguments(plan: Plan) -> dict[str, Any]:
+    """Return what each argument of the named methods would be if one of them had made `plan`."""
+    found: dict[str, Any] = {}
+    codecs = [plan.codec, *_inside(plan.codec)]
+    for value in (*codecs, plan.outer, plan.schedule):
+        if is_dataclass(value):
+            found |= {f.name: getattr(value, f.name) for f in fields(value)}
+    found["feedback"] = any(isinstance(codec, ErrorFeedback) for codec in codecs)
+    if found.get("period") and (bits := found.get("bits", 1)):
+        found["bytes"] = f"{(32 // bits - 1) * found['period']}x"  # the round number below `frugal`'s limit
+    return found | {
+        "codec": plan.codec,
+        "group": plan.topology.inner,
+        "buffers": plan.buffers,
+        "optimizer_state": plan.optimizer_state,
+    }
+
+
+def _inside(codec: Any) -> Iterator[Any]:
+    """Yield the codec that a codec wraps, and the codec that this one wraps, and so on."""
+    while codec := getattr(codec, "codec", None):
+        yield codec
+
+
+def register(method: Callable[[], Plan]) -> None:
+    """Let the texts of plans call a method of a tool."""
+    _VOCABULARY[method.__name__] = method
 
 
 def plan(text: str) -> Plan:
@@ -145,9 +110,9 @@ def plan(text: str) -> Plan:
     True
     >>> plan("power_sdg(rank=2)")
     Traceback (most recent call last):
-    laconic.plans.parse.PlanError: 'power_sdg(rank=2)': there is no 'power_sdg'. Did you mean power_sgd?
+    laconic.errors.PlanError: 'power_sdg(rank=2)': there is no 'power_sdg'. Did you mean power_sgd?
     """
-    value = auto() if text.strip() == "auto" else parse(text, _VOCABULARY)
+    value = parse("auto()" if text.strip() == "auto" else text, _VOCABULARY)
     if not isinstance(value, Plan):
         raise PlanError(
             f"{text!r} is a {type(value).__name__}, which can only be a part of a plan. "
@@ -166,3 +131,81 @@ def plan_from_env(default: Plan | None = None) -> Plan:
     if text is None:
         return ddp() if default is None else default
     return plan(text)
+
+
+def parse(text: Any, names: Mapping[str, Callable[..., Any]]) -> Any:
+    """Build the value that `text` describes: calls of `names` with constants, dicts and further calls as arguments.
+
+    Everything else is refused, and nothing is evaluated.
+    """
+    if not isinstance(text, str):
+        raise PlanError(f"{text!r} is not text. A plan is written as a call, such as {_example(names)}.")
+    try:
+        return _build(ast.parse(text.strip(), mode="eval").body, text, names)
+    except PlanError:
+        raise
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        reason = getattr(error, "msg", None) or "too deep"
+        if reason.endswith("l literal"):  # Python calls 120x an invalid decimal literal
+            reason = 'what begins with a digit and is no number needs quotes, as in frugal("120x")'
+        raise PlanError(f"{text!r} is not a plan: {reason}. Write a call, such as {_example(names)}.") from None
+
+
+def _build(node: ast.expr, text: str, names: Mapping[str, Callable[..., Any]]) -> Any:
+    if isinstance(node, ast.Call):
+        return _build_call(node, text, names)
+    if isinstance(node, ast.Name) and node.id in names:
+        raise PlanError(f"{text!r}: {node.id} must be a call. Write {node.id}().")
+    if isinstance(node, ast.Dict) and all(key is not None for key in node.keys):
+        keys = [_build(key, text, names) for key in node.keys if key is not None]
+        try:
+            return dict(zip(keys, [_build(value, text, names) for value in node.values], strict=True))
+        except TypeError:
+            raise PlanError(f"{text!r}: the keys of a dict must be numbers or quoted strings.") from None
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        part = ast.unparse(node)
+        raise PlanError(
+            f"{text!r}: cannot read {part!r}. A plan consists of calls, numbers and quoted strings, "
+            f"such as {_example(names)}."
+        ) from None
+
+
+def _build_call(node: ast.Call, text: str, names: Mapping[str, Callable[..., Any]]) -> Any:
+    name = ast.unparse(node.func).removeprefix("laconic.")
+    if name not in names:
+        close = get_close_matches(name, names, n=1)
+        hint = f"Did you mean {close[0]}?" if close else f"There are: {', '.join(sorted(names))}."
+        raise PlanError(f"{text!r}: there is no {name!r}. {hint}")
+    function = names[name]
+    keywords = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise PlanError(f"{text!r}: ** is not supported. Write each argument by its name.")
+        if keyword.arg in keywords:
+            raise PlanError(f"{text!r}: {keyword.arg} is given twice. Write each argument once.")
+        keywords[keyword.arg] = _build(keyword.value, text, names)
+    arguments = [_build(argument, text, names) for argument in node.args]
+    try:
+        bound = signature(function).bind(*arguments, **keywords)
+    except TypeError as error:
+        raise PlanError(f"{text!r}: {name}: {error}. It is {name}({_parameters(function)}).") from None
+    try:
+        return function(*bound.args, **bound.kwargs)
+    except PlanError:
+        raise
+    except (ValueError, TypeError, AttributeError) as error:
+        raise PlanError(f"{text!r}: {error}") from error
+
+
+def _parameters(function: Callable[..., Any]) -> str:
+    parts = []
+    for parameter in signature(function).parameters.values():
+        shown = parameter.default is Parameter.empty or "factory" in repr(parameter.default)
+        parts.append(parameter.name if shown else f"{parameter.name}={parameter.default!r}")
+    return ", ".join(parts)
+
+
+def _example(names: Mapping[str, Callable[..., Any]]) -> str:
+    return "power_sgd(rank=4)" if "power_sgd" in names else f"{next(iter(names))}()"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,39 +13,42 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laconic.checks.agreement import agree, difference, parameter_facts
-from laconic.checks.divergence import DivergenceCheck, differences
+from laconic.checks.divergence import DivergenceCheck
 from laconic.checks.finite import NonFinite, NonFiniteCheck
 from laconic.comm.groups import Given, Levels, whole_of
 from laconic.comm.queue import CollectiveQueue
 from laconic.errors import DisagreementError
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
-from laconic.session.anchor import Anchors
-from laconic.session.clipping import Clipping
-from laconic.session.ddp import DDPPath, check_dense, find_ddp
+from laconic.plans.text import plan as parse_plan
+from laconic.session.ddp import DDPPath, check_dense
+from laconic.session.foreign import (
+    check_wrapper,
+    check_wrapping,
+    find_ddp,
+    model_inside,
+    optimizer_inside,
+    remember,
+    scaler_of,
+)
 from laconic.session.fsdp import ShardedPath, check_sharded, replicas_of
-from laconic.session.grad_scaler import ScaledSteps, skips_itself
 from laconic.session.gradients import GradientAverager, GradientPath
-from laconic.session.guard import Guard, GuardObserver, Mode, guard_of
-from laconic.session.health import Sketcher
-from laconic.session.held import HeldParameters
-from laconic.session.model_state import ModelState
+from laconic.session.live_model import LiveModel
 from laconic.session.module import ModulePath
-from laconic.session.observers import make, observers_from_env
+from laconic.session.observers import StepObserver, observers_from_env
+from laconic.session.scaling import Clipping, ScaledSteps
 from laconic.session.session import Session
-from laconic.session.steps import Steps
 from laconic.session.stop import StepHeaders, Stop
-from laconic.session.unwrap import check_wrapper, model_inside, optimizer_inside, scaler_of
-from laconic.session.weights import Commit, WeightSync
-from laconic.session.wrapping import check_first_step, check_wrapping, remember
+from laconic.session.weights import Anchors, Commit, WeightSync
 from laconic.torch_private.fsdp import find_units
 from laconic.torch_private.optimizers import runs_hooks
+from laconic.torch_private.steps import skips_itself
 
 logger = logging.getLogger(__name__)
 
 
 def attach(
-    plan: Plan,
+    plan: Plan | str,
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     *,
@@ -59,17 +61,17 @@ def attach(
     sync_initial: bool | None = None,
     nonfinite: NonFinite | None = None,
     verify_every: int | None = None,
-    compress_alone: bool = False,
     scaler: GradScaler | None = None,
     clip_norm: float | None = None,
-    guard: Guard | Mode = "off",
+    observers: Sequence[StepObserver] = (),
 ) -> Session:
     """Synchronise the workers that hold copies of `model` as `plan` says.
 
     Every worker calls it with the same plan.
 
     Args:
-        plan: When workers synchronise, how tensors are encoded, what is done with the mean, and with whom.
+        plan: When workers synchronise, how tensors are encoded, what is done with the mean, and with whom. Or its text,
+            such as "power_sgd(rank=32)".
         model: A DDP model, one sharded by FSDP2, or a bare module, compiled or not, or what accelerate's `prepare` or
             Fabric's `setup` returned. A bare module averages gradients at the optimizer's step: before clipping them,
             call `session.average_gradients()`.
@@ -95,53 +97,54 @@ def attach(
         verify_every: After how many synchronisations (a step that averages gradients is one) the workers' weights are
             compared bit for bit. By default after every synchronisation of weights, and every 100 where each step is
             one; 0 is never.
-        compress_alone: Whether the codec also runs in a world of one, to measure it; nothing is sent there.
         scaler: The GradScaler of the training, if there is one. A DDP or sharded model averages scaled gradients, and
             error feedback must know when the loss scale changes. Bare modules do not need it. That of accelerate is
             found in its wrapper of the optimizer.
         clip_norm: Scale the averaged gradients of each optimizer down to this norm before it steps, as torch's
             `clip_grad_norm_` does: over all shards, after unscaling, and also in steps that average nothing.
-        guard: "warn" measures what the plan delivers (`session.health`), and logs a warning if it falls behind. "act"
-            then also goes on with a stronger plan, on all workers. A `Guard(...)` sets its budget in bytes, too.
+        observers: What watches the session from its first step on, such as `laconic.Guard("warn")`, on every worker.
 
     Raises:
         DisagreementError: On all workers, if they differ in model, plan or versions.
     """
+    # 1. What was given: anything wrong with it is refused before a collective is started.
+    if isinstance(plan, str):
+        plan = parse_plan(plan)
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     optimizers = check_arguments(plan, model, given)
     scaler = scaler or next(filter(None, map(scaler_of, given)), None)
     model = model_inside(model)
     clipping = Clipping(clip_norm)
     check_wrapping(model)
+    watching = [*observers, *observers_from_env()]
+    if isinstance(own := plan.observer(), StepObserver):
+        watching.append(own)
     units = find_units(model)
-    observers = observers_from_env()
-    guarding = guard_of(guard, sharded=bool(units))
     ledger = Ledger() if ledger is None else ledger
     ddp = find_ddp(model)
     if ddp is not None:
         check_dense(ddp)
     whole = _group_of(ddp, group or replicas_of(units), levels)
     check_sharded(model, units, plan, whole)
+    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+    late = not units and not on_cpu and all(map(skips_itself, optimizers))
+    policy: NonFinite = nonfinite or ("skip" if late or on_cpu else "ignore")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     known = Levels(plan.levels, whole, ledger, levels, timeout_s, device)
     try:
-        late = not units and not _on_cpu(model) and all(map(skips_itself, optimizers))
-        policy: NonFinite = nonfinite or ("skip" if late or _on_cpu(model) else "ignore")
+        # 2. The parts of a session.
         divergence = DivergenceCheck(verify_every)
-        model_state = ModelState(ddp.module if ddp else model, sharded=bool(units))
+        live = LiveModel(ddp.module if ddp else model, optimizers, sharded=bool(units))
         check = NonFiniteCheck(policy, late=late and policy == "skip")
-        averager = GradientAverager(model_state, known, check, compress_alone, scaler if units or ddp else None)
-        weights = WeightSync(model_state, known, optimizers, commit, anchors, policy, averager.chosen)
-        settings = {"commit": commit, "nonfinite": policy, "verify_every": verify_every, "sync_initial": sync_initial}
-        options = {**settings, "clip_norm": clip_norm, "guard": guarding}
-        held = HeldParameters(model_state, optimizers)
-        facts = handshake_facts(plan, model_state, model, held, options)
-        agree(known.world, "what is attached", facts)
-        plan.check_fragments(len(model_state.originals))
-        tell_learning_rates(known.world, optimizers)
-        known.prepare(plan.levels)
-        headers = StepHeaders(plan, model_state, Stop())
+        averager = GradientAverager(live, known, check, scaler if units or ddp else None)
+        weights = WeightSync(live, known, commit, anchors, policy, averager.chosen)
+        headers = StepHeaders(plan, live, Stop())
         scaled = [ScaledSteps(each, wrapper) for each, wrapper in zip(optimizers, given, strict=True)]
+        # 3. All workers compare what they were given and what they train, and start from the same weights.
+        settings = {"commit": commit, "nonfinite": policy, "verify_every": verify_every, "sync_initial": sync_initial}
+        agree(known.world, "what is attached", _facts(plan, live, model, {**settings, "clip_norm": clip_norm}))
+        warn_of_learning_rates(known.world, optimizers)
+        known.prepare(plan.levels)
         path: GradientPath
         if units:
             path = ShardedPath(units, averager, headers)
@@ -149,22 +152,16 @@ def attach(
             path = DDPPath(ddp, averager, headers)
         else:
             path = ModulePath(model, averager, headers, scaled)
-        sync_initial_weights(model_state, known.world, sync_initial, bare=ddp is None)
-        steps = Steps(plan, path, averager, weights, divergence, headers, scaled, held, ledger, clipping)
-        steps.at_first_step = partial(check_first_step, None if path.in_backward else model)
-        session = Session(steps, averager, ledger)
-        if guarding.mode != "off":
-            averager.probe = Sketcher()
-            observers.insert(0, GuardObserver(guarding, averager.probe, path))
-        if plan.observer and (own := make(plan.observer)) is not None:
-            observers.append(own)
-        session.install()
+        sync_initial_weights(live, known.world, sync_initial, bare=ddp is None)
+        # 4. Hooks last.
+        session = Session(plan, path, averager, weights, headers, scaled, clipping, divergence, ledger)
+        session._install()
         remember(session)
     except BaseException:
         known.close()
         raise
     try:
-        for observer in observers:
+        for observer in watching:
             session.observe(observer)
     except BaseException:
         session.detach()
@@ -176,8 +173,8 @@ def check_arguments(plan: object, model: object, given: Sequence[object]) -> lis
     """Refuse what cannot be attached; return the optimizers inside those that were given."""
     if not isinstance(plan, Plan):
         raise TypeError(
-            f"attach({_shown(plan)}, ...): the first argument is a Plan, such as laconic.power_sgd(rank=4). "
-            "From text: laconic.plan('power_sgd(rank=4)')."
+            f"attach({_shown(plan)}, ...): the first argument is a Plan or its text, such as "
+            'laconic.power_sgd(rank=4) or "power_sgd(rank=4)".'
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach(plan, {_shown(model)}, ...): the second argument is the model, a torch.nn.Module.")
@@ -210,23 +207,17 @@ def _shown(value: object) -> str:
     return value.__name__ if isinstance(value, type) else type(value).__name__
 
 
-def handshake_facts(
-    plan: Plan,
-    model_state: ModelState,
-    model: nn.Module,
-    held: HeldParameters,
-    settings: Mapping[str, object],
-) -> dict[str, object]:
+def _facts(plan: Plan, live: LiveModel, model: nn.Module, settings: Mapping[str, object]) -> dict[str, object]:
     """State what must be the same on all workers."""
     from laconic import __version__
 
     facts: dict[str, object] = {"laconic": __version__, "torch": torch.__version__, "plan": repr(plan), **settings}
     facts |= parameter_facts(model.named_parameters())
-    facts |= parameter_facts(model_state.all_buffers.items(), "buffer")
-    return facts | held.facts
+    facts |= parameter_facts(live.all_buffers.items(), "buffer")
+    return facts | live.held
 
 
-def tell_learning_rates(queue: CollectiveQueue, optimizers: Sequence[Optimizer]) -> None:
+def warn_of_learning_rates(queue: CollectiveQueue, optimizers: Sequence[Optimizer]) -> None:
     """Log a warning on all workers if their learning rates differ: it is rarely meant."""
     rates = {
         f"learning rate of optimizer {index}, group {number}": float(group.get("lr", 0.0))
@@ -238,12 +229,10 @@ def tell_learning_rates(queue: CollectiveQueue, optimizers: Sequence[Optimizer])
         logger.warning("attach: %s. Workers go on with different learning rates.", found)
 
 
-def sync_initial_weights(
-    model_state: ModelState, queue: CollectiveQueue, sync_initial: bool | None, bare: bool
-) -> None:
+def sync_initial_weights(live: LiveModel, queue: CollectiveQueue, sync_initial: bool | None, bare: bool) -> None:
     """Check whether all workers start from the same model, and give them the first worker's if asked."""
-    tensors = model_state.everything()
-    found = differences(queue, tensors)
+    tensors = live.everything()
+    found = live.compare(queue, tensors)
     if not found:
         return
     if sync_initial is not True:
@@ -254,7 +243,7 @@ def sync_initial_weights(
         done = "All now have worker 0's." if bare else "They stay different: sync_initial=True would make them equal."
         logger.warning("%s. %s", text, done)
     if sync_initial or bare:
-        model_state.of_first_worker(queue, found)
+        live.take_from(0, queue, {name: tensors[name] for name in found})
 
 
 def _group_of(
@@ -268,7 +257,3 @@ def _group_of(
     if levels is not None:
         return whole_of(levels)
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-
-
-def _on_cpu(model: nn.Module) -> bool:
-    return all(p.device.type == "cpu" for p in model.parameters())

@@ -1,16 +1,20 @@
 """DDP models: gradients are averaged in DDP's communication hook, while backward goes on.
 
 A DDP model takes one hook in its life. Ours passes buckets to the session that is attached, or averages as DDP does.
+In this file: the hook, `DDPPath`, and DDP's buckets in the order in which they become ready.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import is_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,18 +22,16 @@ from laconic.checks.agreement import Facts
 from laconic.checks.headers import Headers, PendingHeaders
 from laconic.codecs import Codec
 from laconic.codecs.feedback import has_residuals, return_to_residual
-from laconic.comm.running import resolved
-from laconic.exchange import all_finite
+from laconic.comm.queue import CollectiveQueue
+from laconic.comm.running import new_future, resolved
+from laconic.exchange import Averaged, Exchange, all_finite
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Level, Sync
-from laconic.session.bucket_queue import BucketQueue, BucketViews
-from laconic.session.buffers import BufferSync
-from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager, sparse_tables
-from laconic.session.model_state import local_of
+from laconic.session.live_model import LiveModel, clean, local_of
+from laconic.session.scaling import ScaledSteps
 from laconic.session.stop import StepHeaders
-from laconic.session.unwrap import model_inside
-from laconic.torch_private.autograd import at_end_of_backward, backward_id
+from laconic.torch_private.autograd import at_end_of_backward
 from laconic.torch_private.distributed import is_joining
 
 if TYPE_CHECKING:
@@ -118,17 +120,15 @@ class DDPPath:
         self._ddp = weakref.ref(ddp)  # as in `_Hook`
         self._step_headers = headers
         self._hook: _Hook | None = None
-        self._views = BucketViews(averager.model_state)
+        self._views = BucketViews(averager.live)
         self._queues: dict[Level, BucketQueue] = {}
         self._sync: Sync | None = None
         self._headers: PendingHeaders | None = None
-        self._buffer_sync = BufferSync(averager.model_state, ddp.parameters_to_ignore)
+        self._ignored_buffers = {f"buffer:{clean(name)}" for name in ddp.parameters_to_ignore}
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph and averager.levels.workers > 1
         self._bitmap_bytes = 0
         self._sent: dict[str, Tensor] = {}
         """The buckets of this backward by name, where DDP may drop some of their means."""
-        self._joined = self._shadowed = False
-        """Whether the last backward was inside DDP's `join()`; whether this worker had run out of data then."""
         self._was_local = False
         self._checked: Facts | None = None
 
@@ -158,45 +158,19 @@ class DDPPath:
     def _take(self, bucket: GradBucket) -> Future[Tensor]:
         if self._sync is None:
             return resolved(bucket.buffer())
-        if bucket.index() == 0 and (self.joining or self._joined):
-            self._begin_joined_backward(self._sync)
         if bucket.buffer().is_sparse:
             raise RuntimeError(SPARSE.format("a parameter"))
-        if self._headers is None and self._step_headers.stop_due and not self._joined:
+        if self._headers is None and self._step_headers.stop_due:
             self._headers = PendingHeaders(self._averager.levels.world, self._step_headers.stop_header())
         queue = self._queues.get(self._sync.level) or self._queue(self._sync.level)
         tensors = self._views.tensors(bucket)
         if self._finds_unused:
             self._record_bitmap(len(tensors), bucket.is_last())
-            if not self._shadowed:
-                self._sent |= tensors
+            self._sent |= tensors
             if bucket.is_last() and self._sent:
                 # Twice, to come after DDP's own callback, which is queued after this bucket.
                 at_end_of_backward(lambda: at_end_of_backward(self._return_dropped))
         return queue.take(tensors, bucket.buffer(), bucket.is_last(), self._averager.average)
-
-    @property
-    def joining(self) -> bool:
-        """Whether training is inside DDP's `join()`."""
-        ddp = self._ddp()
-        return ddp is not None and is_joining(ddp)
-
-    def _begin_joined_backward(self, sync: Sync) -> None:
-        """Prepare a backward inside DDP's `join()`, or the first after it.
-
-        A worker that has run out of data calls the hook with zeros, outside of any backward, once for each step of the
-        others: it counts these steps. DDP itself broadcasts buffers meanwhile, from a worker that has data.
-        """
-        headers, ddp = self._step_headers, self._ddp()
-        assert ddp is not None and self._hook is not None
-        if self._shadowed:
-            self._averager.check.forget()
-            headers.begin_step(headers.plan, headers.step + 1, among_all=sync.level is None)
-            self._averager.begin_step(sync, headers.plan.codec_of(sync, headers.step))
-            self._averager.levels.world.ledger.step = headers.step
-        self._joined = self._averager.check.alone = self.joining
-        self._shadowed = self._joined and backward_id() < 0
-        ddp.broadcast_buffers = self._joined and self._hook.broadcasts_buffers
 
     def _record_bitmap(self, parameters: int, last: bool) -> None:
         """Record what DDP sends itself in such a backward: for each parameter, whether it was used, as an int32."""
@@ -212,7 +186,7 @@ class DDPPath:
         DDP has copied the others to their parameters just now, before anything could clip or unscale them.
         """
         sent, self._sent = self._sent, {}
-        state, params = self._averager.model_state.state["gradient"], self._averager.model_state.originals
+        state, params = self._averager.live.state["gradient"], self._averager.live.originals
         if self._averager.levels.world.broken is not None or not has_residuals(state):
             return
         finite = all_finite(sent)
@@ -233,11 +207,12 @@ class DDPPath:
 
     def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
         """Return the headers that were exchanged beside the gradients. DDP's backward has waited for these."""
-        if self.joining and self._step_headers.plan.local:
+        ddp = self._ddp()
+        if ddp is not None and is_joining(ddp):
             raise RuntimeError(
-                f"{self._step_headers.plan!r} inside DDP's join(): a worker that has run out of data takes no part in "
-                "averaging weights, and the others would wait for it. Give all workers as many batches, or use a plan "
-                "that averages gradients in every step, such as ddp() or power_sgd(rank=4)."
+                f"{self._step_headers.plan!r} inside DDP's join(): a worker that has run out of data cannot take part "
+                "in what all workers exchange. Give all workers as many batches, such as by DistributedSampler("
+                "drop_last=True), and leave join() out."
             )
         headers, self._headers = self._headers, None
         self._was_local = self._was_local or self._sync is None
@@ -247,12 +222,12 @@ class DDPPath:
 
     def _check_parameters(self) -> None:
         """Refuse parameters that are trained, and that DDP does not average."""
-        ddp, model_state = self._ddp(), self._averager.model_state
-        model_state.refresh()
-        if ddp is None or model_state.facts is self._checked:
+        ddp, live = self._ddp(), self._averager.live
+        live.refresh()
+        if ddp is None or live.facts is self._checked:
             return
-        self._checked, averaged = model_state.facts, self._views.names | ddp.parameters_to_ignore
-        for name, p in model_state.originals.items():
+        self._checked, averaged = live.facts, self._views.names | ddp.parameters_to_ignore
+        for name, p in live.originals.items():
             if p.grad is not None and name not in averaged:
                 self._checked = None
                 raise RuntimeError(
@@ -263,8 +238,9 @@ class DDPPath:
     def after_optimizer(self) -> None:
         """Give all workers the first worker's buffers, if DDP would do so before the next forward."""
         assert self._hook is not None
-        if self._hook.broadcasts_buffers and not self.joining:
-            self._buffer_sync.sync(self._averager.levels.world, self._step_headers.step)
+        if self._hook.broadcasts_buffers:
+            step = self._step_headers.step
+            self._averager.live.take_first_buffers(self._averager.levels.world, step, self._ignored_buffers)
 
     def layout(self) -> dict[str, list[list[str]]]:
         """Return the names of the parameters of each exchange of the last backward, by level."""
@@ -288,7 +264,140 @@ def check_dense(ddp: DistributedDataParallel) -> None:
         raise ValueError(SPARSE.format(f"{type(table).__name__} {name!r}"))
 
 
-def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the DDP model, also inside a wrapper of torch.compile or Fabric; None for another model."""
-    inside = model_inside(model)
-    return inside if isinstance(inside, DistributedDataParallel) else None
+Average = Callable[[dict[str, Tensor]], Exchange[Averaged]]
+"""Averages a bucket, and writes the means over it."""
+
+TOGETHER_BYTES = 512 << 20
+"""On CUDA, buckets are averaged together up to this size: launches cost more there than bytes."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Bucket:
+    tensors: dict[str, Tensor]
+    flat: Tensor
+    future: Future[Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _Joined:
+    parts: list[dict[str, Tensor]]
+    whole: dict[str, Tensor]
+
+
+@dataclass(eq=False)
+class BucketQueue:
+    """Submits exchanges for buckets, in order: one each, or one for several on CUDA.
+
+    DDP rebuilds its buckets after the first backward, by the order in which gradients became ready. A resumed run
+    starts with the old layout once more. Where the layout decides the last bit (which sums share a message; what a
+    batched codec takes for one matrix), the first backward after loading waits until all buckets are ready, and
+    averages them in the layout that was saved.
+    """
+
+    queue: CollectiveQueue
+    layout: list[list[str]] = field(default_factory=list)
+    """Names by exchange, as of the last backward."""
+    phase: str = "gradient"
+    quiet: bool = False
+    """Whether the caller looks for errors before the optimizer's step: DDP's backward cannot raise them as they are."""
+    _next_layout: list[list[str]] = field(default_factory=list)
+    _repeat: list[list[str]] | None = None
+    _waiting: list[_Bucket] = field(default_factory=list)
+    _joined: list[_Joined] = field(default_factory=list)
+
+    def repeat(self, layout: Sequence[Sequence[str]]) -> None:
+        """Average the next backward in this layout, whatever DDP's is."""
+        self._repeat = [list(names) for names in layout] or None
+
+    def take(self, tensors: dict[str, Tensor], flat: Tensor, last: bool, average: Average) -> Future[Tensor]:
+        """Average one bucket; the future's value is `flat` with the means in it."""
+        bucket = _Bucket(tensors, flat, new_future(flat) if flat.is_cuda else Future())
+        self._waiting.append(bucket)
+        enough = not flat.is_cuda or sum(b.flat.nbytes for b in self._waiting) >= TOGETHER_BYTES
+        if last or (self._repeat is None and enough):
+            self._submit(average)
+        if last:
+            self.layout, self._next_layout, self._repeat = self._next_layout, [], None
+            del self._joined[len(self.layout) :]
+            self.queue.flush()
+        return bucket.future
+
+    def _submit(self, average: Average) -> None:
+        ready, self._waiting = self._waiting, []
+        if self._repeat is not None:
+            buckets = self._as_saved(ready, self._repeat)
+        elif len(ready) == 1:
+            buckets = [ready[0].tensors]
+        else:
+            buckets = [self._join([bucket.tensors for bucket in ready])]
+        self._next_layout += [list(bucket) for bucket in buckets]
+        exchanges = [average(bucket) for bucket in buckets]
+        self.queue.submit_all(exchanges, self.phase, [b.flat for b in ready], [b.future for b in ready], self.quiet)
+
+    def _join(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Join buckets that are averaged together: the same dict as in the last backward if its parts are the same."""
+        index = len(self._next_layout)
+        known = self._joined[index] if index < len(self._joined) else None
+        if known is not None and len(known.parts) == len(parts) and all(map(is_, known.parts, parts)):
+            return known.whole
+        whole = {name: t for part in parts for name, t in part.items()}
+        self._joined[index:] = [_Joined(parts, whole)]
+        return whole
+
+    @staticmethod
+    def _as_saved(ready: Sequence[_Bucket], layout: list[list[str]]) -> list[dict[str, Tensor]]:
+        tensors = {name: t for bucket in ready for name, t in bucket.tensors.items()}
+        if sorted(tensors) != sorted(name for names in layout for name in names):
+            return [bucket.tensors for bucket in ready]  # not the model that was saved: use its own layout
+        return [{name: tensors[name] for name in names} for names in layout]
+
+
+class BucketViews:
+    """The gradients of DDP's buckets by name: the same dicts in every backward, as long as DDP keeps its memory.
+
+    Making hundreds of views costs more time than averaging them. A view keeps its memory alive, so a known address
+    means known memory.
+    """
+
+    def __init__(self, live: LiveModel) -> None:
+        self._live = live
+        self._known: dict[int, tuple[int, Sequence[Tensor], dict[str, Tensor]]] = {}
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all gradients in the buckets of the last backward."""
+        return {name for _, _, tensors in self._known.values() for name in tensors}
+
+    def tensors(self, bucket: GradBucket) -> dict[str, Tensor]:
+        """Return the bucket's gradients, by the name of their parameter."""
+        params, address = bucket.parameters(), bucket.buffer().data_ptr()
+        known = self._known.get(bucket.index())
+        if known is not None:
+            if known[0] == address and len(known[1]) == len(params) and all(map(is_, known[1], params)):
+                return known[2]
+            self._known.clear()  # DDP has rebuilt its buckets: release the old memory
+        names = self._live.name_of
+        tensors = {names[id(p)]: g for p, g in zip(params, gradients_of(bucket), strict=True)}
+        self._known[bucket.index()] = (address, params, tensors)
+        return tensors
+
+
+def gradients_of(bucket: GradBucket) -> list[Tensor]:
+    """View the gradients in a bucket, each in its parameter's memory layout; complex ones as real numbers.
+
+    The buffer of complex parameters is real, and `bucket.gradients()` takes it for complex: their views are wrong.
+    """
+    params = [local_of(p) for p in bucket.parameters()]
+    parts = bucket.buffer().split([p.numel() for p in params])
+    return [as_laid_out(part.view(p.shape), p) for part, p in zip(parts, params, strict=True)]
+
+
+def as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """View a gradient of a DDP bucket with its parameter's strides.
+
+    DDP writes gradients in their parameters' memory layout, but shows a hook each as if it were row-major: of a
+    transposed or channels_last parameter that is another matrix.
+    """
+    if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+        return gradient  # DDP keeps permutations of row-major strides, and only those
+    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())

@@ -29,9 +29,9 @@ from laconic.comm.averaging import write
 from laconic.exchange import State
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Sync
-from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager
-from laconic.session.model_state import local_of
+from laconic.session.live_model import local_of
+from laconic.session.scaling import ScaledSteps
 from laconic.session.stop import StepHeaders
 from laconic.torch_private.autograd import at_end_of_backward, backward_id
 from laconic.torch_private.fsdp import Unit
@@ -54,12 +54,11 @@ class ShardedPath:
     """Averages the gradients of FSDP's parameter groups between replicas."""
 
     in_backward = True
-    joining = False
 
     def __init__(self, units: Sequence[Unit], averager: GradientAverager, headers: StepHeaders) -> None:
         self._units = list(units)
         self._averager = averager
-        self._model_state = averager.model_state
+        self._live = averager.live
         self._queue = averager.levels.world
         self._headers = headers
         self._codec: Codec | None = None
@@ -67,7 +66,7 @@ class ShardedPath:
         self._kept_local: set[str] = set()
         """Parameters whose gradients earlier backwards of this step have reduced inside a replica only."""
         self._warned: set[int] = set()
-        agree(self._queue, "the shards that they hold", _shard_facts(self._model_state.originals))
+        agree(self._queue, "the shards that they hold", _shard_facts(self._live.originals))
 
     def check_plan(self, plan: Plan) -> None:
         """Refuse plans with groups inside a replica."""
@@ -123,21 +122,21 @@ class ShardedPath:
         if self._codec is None:
             return
         params = [p for p in unit.params if p.requires_grad]
-        names = [self._model_state.name_of.get(id(p), "") for p in params]
+        names = [self._live.name_of.get(id(p), "") for p in params]
         if not unit.may_sync:
             self._kept_local.update(names)
             return
         if self._pending and self._pending[-1].backward != backward_id():  # one that failed: its gradients are lost
             self._pending.clear()
             self._queue.flush(void=True, waits=False)
-        pieces = unit.cut(flat, [self._model_state.params[name].shape for name in names if name])
+        pieces = unit.cut(flat, [self._live.params[name].shape for name in names if name])
         if pieces is None:
             self._average_whole(unit, names, flat)
             return
         self._add_kept_local(params, names, pieces)
         tensors = dict(zip(names, pieces, strict=True))
         in_place = unit.becomes_gradient(flat)
-        future = self._average(tensors, self._model_state.state["gradient"], self._codec, flat, wait=not in_place)
+        future = self._average(tensors, self._live.state["gradient"], self._codec, flat, wait=not in_place)
         if in_place:
             self._pending.append(_Pending(backward_id(), params, pieces, [p.grad for p in params], future))
             for p in params:

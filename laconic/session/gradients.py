@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from laconic.checks.finite import NonFiniteCheck
 from laconic.checks.headers import Headers
 from laconic.codecs import Codec, Exact
-from laconic.codecs.feedback import has_feedback
+from laconic.codecs.feedback import has_feedback, residuals_by_name
 from laconic.comm.averaging import write, written
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
 from laconic.cost import routed
-from laconic.exchange import Averaged, Exchange, State
+from laconic.exchange import Averaged, Decide, Exchange, Peers, State
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
-from laconic.session.carry_over import CARRIED, deliver
-from laconic.session.grad_scaler import ScaledSteps
-from laconic.session.health import Sketcher, Watched
-from laconic.session.loss_scale import LossScale
-from laconic.session.model_state import ModelState
+from laconic.session.live_model import LiveModel
+from laconic.session.scaling import LossScale, ScaledSteps
+
+CARRY_STEPS = 32
+"""The steps over which residuals of an old codec are delivered, in equal shares."""
+CARRIED = "carried"
+"""The key of residuals that an old codec has not delivered, in the state of gradients. They follow the loss scale and
+are saved as other residuals are."""
 
 
 class GradientPath(Protocol):
@@ -32,11 +37,6 @@ class GradientPath(Protocol):
     @property
     def in_backward(self) -> bool:
         """Whether gradients are averaged inside backward, and so also in a closure of `optimizer.step`."""
-        ...
-
-    @property
-    def joining(self) -> bool:
-        """Whether some workers may have run out of data, so that only gradients can be averaged: DDP's `join()`."""
         ...
 
     def check_plan(self, plan: Plan) -> None:
@@ -80,22 +80,16 @@ class GradientAverager:
     """Averages buckets of gradients through the codec of the step, and checks that they are finite."""
 
     def __init__(
-        self,
-        model_state: ModelState,
-        levels: Levels,
-        check: NonFiniteCheck,
-        compress_alone: bool,
-        scaler: GradScaler | None = None,
+        self, live: LiveModel, levels: Levels, check: NonFiniteCheck, scaler: GradScaler | None = None
     ) -> None:
-        self.model_state = model_state
+        self.live = live
         self.levels = levels
         self.check = check
-        self._compress_alone = compress_alone
-        self.probe: Sketcher | None = None
-        """What measures the exchanges among all workers, if a guard is on."""
+        self.wraps: list[Callable[[Codec], Codec]] = []
+        """Put around each codec that runs among all workers."""
         self._codec: Codec = Exact()
         self._peers = levels.world.peers
-        self._scale = LossScale(scaler, model_state) if scaler is not None and scaler.is_enabled() else None
+        self._scale = LossScale(scaler, live) if scaler is not None and scaler.is_enabled() else None
 
     @property
     def lacks_scale(self) -> bool:
@@ -116,15 +110,17 @@ class GradientAverager:
             self._scale.begin_step()
 
     def chosen(self, codec: Codec, queue: CollectiveQueue) -> Codec:
-        """Return the codec that runs: a worker alone has no peer to save bytes for, unless `compress_alone`."""
-        chosen = Exact() if queue.workers == 1 and not self._compress_alone else routed(codec)
-        return Watched(chosen, self.probe) if self.probe is not None and queue is self.levels.world else chosen
+        """Return the codec that runs: a worker alone has no peer to save bytes for."""
+        chosen = Exact() if queue.workers == 1 else routed(codec)
+        for wrap in self.wraps if queue is self.levels.world else ():
+            chosen = wrap(chosen)
+        return chosen
 
     def average(self, bucket: dict[str, Tensor]) -> Exchange[Averaged]:
         """Average a bucket of gradients, and write the means over it."""
         if self._scale is not None:
             self._scale.rescale()
-        codec, peers, state = self._codec, self._peers, self.model_state.state["gradient"]
+        codec, peers, state = self._codec, self._peers, self.live.state["gradient"]
 
         def average() -> Exchange[Averaged]:
             if CARRIED in state:
@@ -141,6 +137,41 @@ class GradientAverager:
         if self._scale is not None:
             self._scale.rescale()
         return (yield from written(deliver(tensors, state, codec, self.levels.world.peers), tensors))
+
+
+def carry_residuals(old: State) -> State:
+    """Return the state of gradients after a change of the codec: the residuals of the old one are to be delivered.
+
+    They are added to the next gradients, in equal shares over 32 steps: the new codec sends them, and keeps what it
+    cannot send if it has error feedback. All at once they would make one gradient many times as long as the others, and
+    Adam's second moment would shorten the steps after it (docs/log.md, 2026-11-16).
+    """
+    residuals = residuals_by_name(old)
+    return {CARRIED: {"residual": residuals, "parts": dict.fromkeys(residuals, CARRY_STEPS)}} if residuals else {}
+
+
+def deliver(tensors: Mapping[str, Tensor], state: State, codec: Codec, peers: Peers) -> Exchange[Averaged]:
+    """Average `tensors`, with the next share added in their memory of the residuals that were carried over."""
+    carried = state.get(CARRIED, {"residual": {}, "parts": {}})
+    waiting: dict[str, Tensor] = carried["residual"]
+    parts: dict[str, int] = carried["parts"]
+    here = [name for name in tensors if name in waiting]
+    if not here:
+        return (yield from codec.average(tensors, state, peers, reuse=True))
+    with torch.no_grad():
+        for name in here:
+            tensors[name].add_(waiting[name], alpha=1 / parts[name])
+    end = yield from codec.average(tensors, state, peers, reuse=True)
+    ok = end.finite() if end.decided else (yield Decide(end.finite()))
+    if bool(ok):  # a step that is void has delivered nothing
+        for name in here:
+            waiting[name] = waiting[name] * (1 - 1 / parts[name])
+            parts[name] -= 1
+            if not parts[name]:
+                del waiting[name], parts[name]
+    if not waiting:
+        state.pop(CARRIED, None)
+    return replace(end, finite=lambda: ok, decided=True)
 
 
 def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:

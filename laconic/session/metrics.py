@@ -8,6 +8,7 @@ All numbers are this worker's own, and nothing is sent for them. docs/metrics.md
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -51,6 +52,30 @@ class Sample:
     def key(self) -> str:
         """The name, and the values of the labels."""
         return "/".join((self.metric.name, *self.labels))
+
+
+@dataclass(frozen=True)
+class Health:
+    """What a synchronisation delivered, the same on all workers. "Mean" is the mean over the workers."""
+
+    step: int
+    residual: float
+    """The norm of the mean residual over that of the mean gradient, or delta: how many steps or rounds lag behind."""
+    error: float
+    """The norm of the mean residual over that of what was to be sent, gradient plus old residual: 0 to about 1."""
+    agreement: float
+    """The squared norm of the mean gradient, or delta, over the mean of the workers' squared norms: 1 if all are the
+    same, 1 / workers if they have nothing in common."""
+    norm: float
+    """The norm of the mean gradient, or delta; of scaled gradients on a DDP or sharded model under a GradScaler."""
+    drift: float
+    """The distance of the workers' gradients, or deltas, from their mean: root mean square. Of deltas it is how far
+    the workers' weights are from their mean."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether all numbers are finite; a step with NaN tells nothing."""
+        return all(map(math.isfinite, (self.residual, self.error, self.agreement, self.norm, self.drift)))
 
 
 _LABELS = ("level", "phase", "op")
@@ -114,7 +139,7 @@ def samples(session: Session, losses: bool = True) -> Iterator[Sample]:
         yield Sample(METRICS["flight_seconds"], total.seconds, labels)
     yield Sample(METRICS["wait_seconds"], session.ledger.waited_s)
     for phase in ("gradient", "weights"):
-        residuals = list(residuals_by_name(session._averager.model_state.state[phase]).values())
+        residuals = list(residuals_by_name(session._live.state[phase]).values())
         if residuals:
             yield Sample(METRICS["residual_norm"], float(get_total_norm(residuals)), (phase,))
     health = {} if session.health is None else asdict(session.health)

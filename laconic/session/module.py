@@ -14,9 +14,9 @@ from laconic.codecs import Codec
 from laconic.codecs.packing import in_buckets
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Sync
-from laconic.session.grad_scaler import ScaledSteps
 from laconic.session.gradients import GradientAverager, sparse_tables
-from laconic.session.model_state import local_of
+from laconic.session.live_model import local_of
+from laconic.session.scaling import ScaledSteps
 from laconic.session.stop import StepHeaders
 
 
@@ -27,7 +27,6 @@ class ModulePath:
     """
 
     in_backward = False
-    joining = False
 
     def __init__(
         self, model: nn.Module, averager: GradientAverager, headers: StepHeaders, scaled: Sequence[ScaledSteps]
@@ -67,7 +66,7 @@ class ModulePath:
         headers = None
         if optimizer in self._averaged:
             self._averaged.remove(optimizer)
-            if optimizer.has_scale and self._averager.lacks_scale:
+            if optimizer.loss_scale is not None and self._averager.lacks_scale:
                 raise RuntimeError(
                     "session.average_gradients() has averaged gradients times the loss scale, and residuals of one "
                     "step do not fit the scale of another. Call scaler.unscale_(optimizer) before it."
@@ -79,13 +78,13 @@ class ModulePath:
         return headers
 
     def _average(self, sync: Sync, optimizers: Sequence[ScaledSteps]) -> Headers:
-        queue, model_state = self._averager.levels[sync.level], self._averager.model_state
-        model_state.refresh()
-        params = model_state.originals
+        queue, live = self._averager.levels[sync.level], self._averager.live
+        live.refresh()
+        params = live.originals
         held = {id(p) for each in optimizers for p in each.parameters()}
         here = sum(1 << i for i, p in enumerate(params.values()) if p.grad is not None and id(p) in held)
         headers = exchange_headers(queue, self._header(here, optimizers))
-        model_state.sync_new(queue, among_all=queue is self._averager.levels.world)
+        live.sync_new(queue, among_all=queue is self._averager.levels.world)
         used = {  # the same on every worker. The others keep None, so that no optimizer moves them, and their residuals
             name: p for i, (name, p) in enumerate(params.items()) if id(p) in held and headers.with_gradient >> i & 1
         }
@@ -97,9 +96,7 @@ class ModulePath:
             elif p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
             grads[name] = local_of(p.grad)
-        buckets = [
-            {name: grads[name] for name in names} for names in in_buckets({n: model_state.params[n] for n in used})
-        ]
+        buckets = [{name: grads[name] for name in names} for names in in_buckets({n: live.params[n] for n in used})]
         queue.run_all([self._averager.average(bucket) for bucket in buckets], Payload.GRADIENT)
         for each in sparse:  # sparse again, for optimizers such as SparseAdam
             assert each.grad is not None

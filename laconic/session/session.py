@@ -3,15 +3,19 @@
     session = laconic.attach(laconic.power_sgd(rank=4), model, optimizer)
 
 The training loop does not change. DDP and FSDP2 models average gradients in backward, bare modules at the optimizer's
-step. Weights are synchronised right after it. In other steps nothing is sent, DDP's own broadcasts included.
+step. Weights are synchronised right after it. A step in which nothing is synchronised sends nothing, DDP's own
+broadcasts included. Steps count from 1. Several optimizers step in any order: a step is over when each has stepped
+once.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -19,38 +23,66 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from laconic.checks.agreement import agree
 from laconic.checks.divergence import DivergenceCheck
 from laconic.checks.finite import NonFinite, check_policy
+from laconic.checks.headers import Headers
+from laconic.codecs import Codec
+from laconic.codecs.feedback import has_feedback
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
-from laconic.session.closures import Arguments, run_when_ready
-from laconic.session.grad_scaler import ScaledSteps
-from laconic.session.gradients import GradientAverager
-from laconic.session.health import Health
-from laconic.session.metrics import Reported, samples
+from laconic.plans.schedules import Payload, Quadratic, Sync, SyncClock
+from laconic.session.foreign import OtherOptimizers, check_first_step, optimizer_inside
+from laconic.session.gradients import GradientAverager, GradientPath, carry_residuals
+from laconic.session.metrics import Health, Reported, samples
 from laconic.session.observers import StepObserver, Validation
-from laconic.session.other_optimizers import OtherOptimizers
-from laconic.session.steps import Steps
-from laconic.session.weights import Commit
-from laconic.torch_private.optimizers import is_nested_step
+from laconic.session.scaling import Arguments, Clipping, ScaledSteps, run_when_ready
+from laconic.session.stop import StepHeaders
+from laconic.session.weights import Commit, WeightSync
 
 
 class Session:
     """A plan at work; `laconic.attach` makes it. A context manager: leaving it detaches."""
 
-    def __init__(self, steps: Steps, averager: GradientAverager, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        path: GradientPath,
+        averager: GradientAverager,
+        weights: WeightSync,
+        headers: StepHeaders,
+        scaled: Sequence[ScaledSteps],
+        clipping: Clipping,
+        divergence: DivergenceCheck,
+        ledger: Ledger,
+    ) -> None:
+        self.plan = plan
+        """The plan."""
         self.ledger = ledger
+        """What was sent, and when."""
+        self.step = 0
+        """Optimizer steps of the run, those before a resume included."""
         self.health: Health | None = None
-        """The last measurement of the guard; None without one. See `attach(guard=...)`."""
-        self._steps, self._averager = steps, averager
+        """What a `laconic.Guard` has measured last; None without one."""
+        self._path, self._averager, self._weights, self._headers = path, averager, weights, headers
+        self._live, self._levels = averager.live, averager.levels
+        self._scaled, self._clipping, self._divergence = list(scaled), clipping, divergence
+        self._clock = SyncClock(since=plan.schedule.start - 1)
+        # Of the step that comes next, set by `_prepare`
+        self._syncs: tuple[Sync, ...] = ()
+        self._gradient: Sync | None = None
+        """How gradients are averaged in it, if they are."""
+        self._waiting: list[ScaledSteps] = []
+        """The optimizers that have yet to step in it."""
+        self._void: Tensor | bool = False
+        """Whether its gradients were not finite, so that no optimizer may step any more; 1.0 or 0.0 if known late."""
+        self._first = True
+        """Whether this session has seen no step yet."""
         self._removals: list[Callable[[], None]] = []
         self._reported = Reported()
         self._observers: list[StepObserver] = [self._reported]
 
-    @property
-    def plan(self) -> Plan:
-        """The plan."""
-        return self._steps.plan
+    # What it is doing
 
     @property
     def attached(self) -> bool:
@@ -58,70 +90,73 @@ class Session:
         return bool(self._removals)
 
     @property
-    def step(self) -> int:
-        """Optimizer steps of the run, those before a resume included."""
-        return self._steps.step
-
-    @property
     def workers(self) -> int:
         """How many workers there are."""
-        return self._steps.levels.world.workers
+        return self._levels.world.workers
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group that the session uses for all workers; None in a world of one."""
-        return self._steps.levels.world.group
+        return self._levels.world.group
 
     @property
     def timeout_s(self) -> float | None:
         """How long the next collective among all workers may take; None in a world of one, and over NCCL."""
-        return None if (timeout := self._steps.levels.world.timeout) is None else timeout.limit_s
+        return None if (timeout := self._levels.world.timeout) is None else timeout.limit_s
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """The torch optimizers whose steps the session counts, without what a framework has put around them."""
-        return [each.optimizer for each in self._steps.scaled]
+        return [each.optimizer for each in self._scaled]
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
         """The trained parameters by name, as the model and the optimizers know them."""
-        self._averager.model_state.refresh()
-        return self._averager.model_state.originals
+        self._live.refresh()
+        return self._live.originals
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
         """The floating-point buffers by name."""
-        self._averager.model_state.refresh()
-        return self._averager.model_state.buffers
+        self._live.refresh()
+        return self._live.buffers
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the model is sharded, and the workers of this session hold the same shards."""
+        return self._live.sharded
 
     @property
     def error(self) -> BaseException | None:
         """The error that broke a collective among all workers. Nothing can be synchronised after it until `regroup`."""
-        return self._steps.levels.world.broken
+        return self._levels.world.broken
 
     @property
     def synced(self) -> bool:
         """Whether the last step synchronised among all workers. The same on all of them."""
-        return self._steps.synced
+        syncs = self.plan.syncs_at(self.step, self._clock)
+        return self._clock.since == self.step or any(self.plan.is_outermost(sync) for sync in syncs)
 
     @property
     def in_flight(self) -> bool:
         """Whether a fragment was sent and has not taken effect yet."""
-        return self._steps.weights.in_flight
+        return self._weights.in_flight
 
     @property
     def can_regroup(self) -> bool:
         """Whether `regroup` is possible: the model is neither DDP nor sharded."""
-        return not self._steps.path.in_backward
+        return not self._path.in_backward
+
+    # Options that may change between steps
 
     @property
     def commit(self) -> Commit:
         """How synchronised weights take effect: "streaming" or "atomic". See `attach`."""
-        return self._steps.weights.commit
+        return self._weights.commit
 
     @commit.setter
     def commit(self, commit: Commit) -> None:
-        self._steps.weights.commit = commit
+        self._weights.commit = commit
 
     @property
     def nonfinite(self) -> NonFinite:
@@ -131,16 +166,18 @@ class Session:
     @nonfinite.setter
     def nonfinite(self, policy: NonFinite) -> None:
         check_policy(policy)
-        self._averager.check.policy = self._steps.weights.nonfinite = policy
+        self._averager.check.policy = self._weights.nonfinite = policy
 
     @property
     def verify_every(self) -> int | None:
         """After how many synchronisations weights are compared. See `attach`. Every worker sets it at the same step."""
-        return self._steps.divergence.every
+        return self._divergence.every
 
     @verify_every.setter
     def verify_every(self, every: int | None) -> None:
-        self._steps.divergence = DivergenceCheck(every)
+        self._divergence = DivergenceCheck(every)
+
+    # What a training loop may call
 
     def average_gradients(self, optimizer: Optimizer | None = None) -> None:
         """On a bare module: average the gradients now instead of at the optimizer's step.
@@ -148,14 +185,21 @@ class Session:
         For code that needs them before the step, such as clipping by norm. With a GradScaler, `scaler.unscale_` comes
         first. Of several optimizers, those that have yet to step in this step are meant, or the one that is given.
         """
-        self._steps.average_gradients(optimizer)
+        found = [each for each in self._scaled if optimizer is None or each.optimizer is optimizer_inside(optimizer)]
+        if not found:
+            raise ValueError(
+                f"average_gradients({type(optimizer).__name__}): attach was not given this optimizer. Give it one that "
+                "attach was given, or none for all."
+            )
+        if self._void is not True:
+            self._received(self._path.average_now([each for each in found if each in self._waiting]))
 
     def average_weights(self) -> None:
         """Average the weights of all workers now, exactly, where local steps have made them different.
 
         To save or evaluate one model. Every worker calls it after the same step. Fragments in flight take effect first.
         """
-        self._steps.average_weights()
+        self._average_weights(optimizers=False, force=False)
 
     def skip(self) -> None:
         """Count a step without calling the optimizer, for loops that skip an update on this worker only.
@@ -163,9 +207,9 @@ class Session:
         The others may be about to synchronise, and this one must take part. Steps that a GradScaler skips are counted
         without it. It stands for all optimizers that have yet to step; others step these in the order of `attach`.
         """
-        for each in self._steps.waiting:
+        for each in list(self._waiting):
             self._before(each, step_follows=False)
-            self._steps.stepped(each)
+            self._waiting.remove(each)
         self._after()
 
     def report(self, *, loss: float | Tensor, tokens: int = 0, validation: Validation | None = None) -> bool:
@@ -184,31 +228,105 @@ class Session:
         """Stop on these signals, by default SIGTERM. Every worker calls it, before the first step.
 
         When one worker gets one, `should_stop` becomes True on all after the same step (under `alone()` on this one):
-        save, and leave the loop. DDP and sharded models then exchange a header of 50 bytes every `every_s` seconds.
+        save, and leave the loop. DDP and sharded models then exchange a header of 40 bytes every `every_s` seconds.
         """
-        self._steps.stop_on(signals or (signal.SIGTERM,), every_s)
+        self._headers.stop.on(signals or (signal.SIGTERM,), every_s)
+        self._prepare()
 
     @property
     def should_stop(self) -> bool:
         """Whether some worker got a signal to stop, and all workers know it. The same on all after each step."""
-        return self._steps.headers.stop.agreed
+        return self._headers.stop.agreed
+
+    def away(self, limit_s: float = 3600.0) -> AbstractContextManager[None]:
+        """Return a context in which the others wait for this worker, such as to evaluate, for up to `limit_s`."""
+        return self._levels.away(limit_s)
+
+    def change(self, plan: Plan) -> None:
+        """Go on with another plan from the next step. Every worker calls it after the same step.
+
+        Weights that differ after local steps are averaged first; so are moments, if the new plan averages gradients.
+        The new plan sends the old codec's residuals of gradients with the next 32 gradients; if it averages none, they
+        are dropped. Each worker subtracts its residuals of weight deltas from its weights before these are averaged.
+        """
+        if not isinstance(plan, Plan):
+            raise TypeError(f"change({plan!r}): a Plan is needed, such as laconic.power_sgd(rank=4).")
+        # 1. check, on all workers
+        self._path.check_plan(plan)
+        agree(self._levels.world, "the plan to go on with", {"step": self.step, "plan": repr(plan)})
+        self._levels.prepare(plan.levels)
+        clock = SyncClock(since=max(self.step, plan.schedule.start - 1))
+        gradients = any(s.payload is Payload.GRADIENT for s in plan.syncs_at(self.step + 1, clock))
+        # 2. weights and moments that all workers share. Equal gradients move weights alike only if the optimizers'
+        # moments are equal, too.
+        self._weights.settle(self.plan, step=sys.maxsize)
+        lagging = self.plan.needs_anchor and has_feedback(self.plan.codec)
+        if lagging:
+            self._weights.apply_residuals()
+        self._average_weights(optimizers=gradients, force=lagging)
+        self._averager.equalise_loss_scale()
+        # 3. the new plan, with the state that it can use
+        self.plan, self._clock = plan, clock
+        self._live.reset(carry_residuals(self._live.state["gradient"]) if gradients else None)
+        self._weights.forget()
+        self._prepare()
+
+    def detach(self) -> None:
+        """Remove all hooks. A DDP model then averages gradients as DDP does."""
+        while self._removals:
+            self._removals.pop(0)()
+        self._path.detach()
+        self._weights.forget()
+        self._levels.close()
+        while self._observers:
+            self._observers.pop(0).detached(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this worker must save besides model and optimizer. Each worker saves its own."""
+        weights = self._weights.state_dict()  # first: fragments in flight still change residuals
+        return {
+            "plan": repr(self.plan),
+            "step": self.step,
+            "since": self._clock.since,
+            "lr": self._clock.lr,
+            "layout": self._path.layout(),
+            **self._live.state_dict(),
+            **weights,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken. The plan must be the one that was saved."""
+        if saved["plan"] != repr(self.plan):
+            raise ValueError(
+                f"this state was saved under {saved['plan']} and the plan is {self.plan!r}: the state of one codec is "
+                f"of no use to another. Attach laconic.plan({saved['plan']!r}), load, then change(...) to the new plan."
+            )
+        self.step = saved["step"]
+        self._clock = SyncClock(saved["since"], saved["lr"])
+        self._live.load_state_dict(saved)
+        self._path.repeat_layout(saved["layout"])
+        self._weights.load_state_dict(saved)
+        self._headers.stop.restart()
+        self._prepare()
+
+    # What observers and tools may call
 
     def observe(self, observer: StepObserver) -> None:
         """Add an observer."""
         self._observers.append(observer)
         observer.attached(self)
 
-    def change(self, plan: Plan) -> None:
-        """Go on with another plan from the next step. Every worker calls it after the same step.
+    def wrap_codec(self, wrap: Callable[[Codec], Codec]) -> None:
+        """Let `wrap` put a codec of its own around each codec that runs among all workers, from the next step on.
 
-        Weights that differ after local steps are averaged first; so are moments, if the new plan averages gradients.
-        It sends residuals of gradients with the next 32, or drops them if it averages none. Those of deltas: applied.
+        To watch exchanges, as `laconic.Guard` does, or to take their place. Every worker calls it after the same step.
         """
-        self._steps.change(plan)
+        self._averager.wraps.append(wrap)
+        self._prepare()
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather a row of numbers from every worker, in their order. Every worker calls it with as many numbers."""
-        return list(self._steps.levels.world.gather(torch.tensor(numbers, dtype=torch.int64)).tolist())
+        return list(self._levels.world.gather(torch.tensor(numbers, dtype=torch.int64)).tolist())
 
     def regroup(self, group: dist.ProcessGroup) -> None:
         """Go on with the workers of another group, after some were lost or new ones came. For bare modules.
@@ -216,79 +334,200 @@ class Session:
         All workers of the new group call it after the same step. Collectives in flight in the old group are left
         behind; this worker's residuals, its anchor and its step stay as they are.
         """
-        self._steps.regroup(group)
+        if self._path.in_backward:
+            raise RuntimeError(
+                "regroup: a DDP or sharded model cannot leave its process group. Attach to a bare module, which "
+                "averages gradients at the optimizer's step."
+            )
+        self._levels.abandon()
+        levels = self._levels.regrouped(self.plan.levels, group)
+        self._levels = self._weights.levels = self._averager.levels = levels
+        self._averager.check.forget()  # of a step that failed half-way
+        self._weights.drop_in_flight()
+        self._divergence = DivergenceCheck(self._divergence.every)  # it counts: from now on the same on all workers
+        self._prepare()
 
     def abandon(self) -> None:
         """Leave the group, with the collectives that are in flight. `regroup` goes on in another."""
-        self._steps.levels.abandon()
-
-    def away(self, limit_s: float = 3600.0) -> AbstractContextManager[None]:
-        """Return a context in which the others wait for this worker, such as to evaluate, for up to `limit_s`."""
-        return self._steps.levels.away(limit_s)
+        self._levels.abandon()
 
     def cancel_wait(self) -> None:
         """End the wait for a collective that is in progress, with a `LostWorkerError`. Safe in any thread."""
-        self._steps.levels.cancel_wait()
+        self._levels.cancel_wait()
 
-    def detach(self) -> None:
-        """Remove all hooks. A DDP model then averages gradients as DDP does."""
-        while self._removals:
-            self._removals.pop(0)()
-        self._steps.path.detach()
-        self._steps.weights.forget()
-        self._steps.levels.close()
-        while self._observers:
-            self._observers.pop(0).detached(self)
+    # The hooks of the optimizers
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this worker must save besides model and optimizer. Each worker saves its own."""
-        return self._steps.state_dict()
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. The plan must be the one that was saved."""
-        self._steps.load_state_dict(saved)
-
-    def install(self) -> None:
+    def _install(self) -> None:
         """Install the hooks: `attach` calls it once, after everything that may refuse."""
         try:
-            self._steps.path.install()
-            for each in self._steps.scaled:
+            self._path.install()
+            for each in self._scaled:
                 self._removals += [
                     each.declare().remove,
                     each.optimizer.register_step_pre_hook(partial(self._before_step, each)).remove,
                     each.optimizer.register_step_post_hook(partial(self._after_step, each)).remove,
                 ]
-            self._removals.append(OtherOptimizers(self._averager.model_state, self.optimizers).install().remove)
-            self._steps.prepare()
+            self._removals.append(OtherOptimizers(self._live).install().remove)
+            self._prepare()
         except BaseException:
             self.detach()
             raise
 
     def _before_step(self, scaled: ScaledSteps, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
-        return None if is_nested_step(optimizer) else run_when_ready(args, kwargs, partial(self._ready, scaled))
+        if scaled.may_nest and scaled.is_nested():
+            return None
+        if len(args) > 1 or kwargs:  # perhaps a closure: gradients are ready at its end
+            return run_when_ready(args, kwargs, partial(self._ready, scaled))
+        self._ready(scaled, 1)
+        return None
 
     def _ready(self, scaled: ScaledSteps, evaluations: int) -> None:
+        """The gradients of a step are there, of this evaluation of its closure."""
         if evaluations == 1:
             self._before(scaled, step_follows=True)
             scaled.begin_step()
-        else:
-            self._steps.evaluated_again(scaled)
+            return
+        if self._gradient is not None and self._levels[self._gradient.level].workers > 1:
+            raise RuntimeError(
+                f"{type(scaled.optimizer).__name__} calls its closure more than once in a step, and {self.plan!r} "
+                "averages gradients once. Each worker sees its own loss, and would search for itself. Use an optimizer "
+                "that calls it once, or a plan that averages weights, such as diloco()."
+            )
+        self._clipping.clip(scaled)
 
     def _after_step(self, scaled: ScaledSteps, optimizer: Optimizer, *_: object) -> None:
-        if not is_nested_step(optimizer):
-            scaled.end_step()
-            if self._steps.stepped(scaled):
-                self._after()
+        if scaled.may_nest and scaled.is_nested():
+            return
+        scaled.end_step()
+        self._waiting.remove(scaled)
+        if not self._waiting:
+            self._after()
+
+    # One step
+
+    def _prepare(self) -> None:
+        """Prepare the next step: what is synchronised in it, and whether gradients are averaged."""
+        number = self.ledger.step = self.step + 1
+        self._waiting, self._void = list(self._scaled), False
+        self._syncs = self.plan.syncs_at(number, self._clock)
+        self._gradient = None
+        for sync in self._syncs:
+            if sync.payload is Payload.GRADIENT:
+                self._gradient = sync
+                break
+        gradient = self._gradient
+        self._headers.begin_step(self.plan, number, gradient is not None and gradient.level is None)
+        self._path.begin_step(gradient, None if gradient is None else self.plan.codec_of(gradient, number))
 
     def _before(self, scaled: ScaledSteps, step_follows: bool) -> None:
-        for observer in self._observers if self._steps.begins else ():
-            observer.before_step(self)
-        self._steps.before(scaled, step_follows)
+        """Average and check gradients with the other workers, also where this worker then takes no step."""
+        begins = len(self._waiting) == len(self._scaled)
+        # 1. whether there is anything that must not go on
+        if begins:
+            for observer in self._observers:
+                observer.before_step(self)
+        self._levels.raise_if_broken()
+        self._live.refresh_held()
+        if self._first:
+            check_first_step(None if self._path.in_backward else self._live.model, self._levels)
+            self._first = False
+        if scaled not in self._waiting:
+            raise RuntimeError(_stepped_twice(scaled, self._waiting))
+        # 2. the beginning of a round: where deltas start from, and the learning rate that its length may follow
+        first = self._clock.since == self.step
+        if self.plan.needs_anchor and self.step + 1 >= self.plan.schedule.start:
+            self._weights.begin_step(first)
+        if first or isinstance(self.plan.schedule, Quadratic):
+            self._read_lr(first)
+        # 3. gradients
+        if self._void is True:  # no worker averages any more in this step: nobody would use the means
+            self._averager.check.forget()
+        else:
+            self._received(self._path.before_optimizer(scaled))
+            if self._gradient is not None:
+                self._check_finite(self._gradient, scaled, begins)
+        # 4. what the optimizer then does with them
+        if not step_follows:
+            return
+        if self._void is True:
+            scaled.skip_step()
+            return
+        self._clipping.clip(scaled)
+        if isinstance(self._void, Tensor):
+            scaled.skip_step_if(self._void)
 
     def _after(self) -> None:
-        self._steps.after()
+        """Count a step, and synchronise weights where the plan says so."""
+        self.step += 1
+        # 1. fragments that are due take effect
+        if self._weights.in_flight:
+            self._weights.settle(self.plan, self.step)
+        # 2. weights, innermost groups first
+        for sync in self._syncs:
+            if sync.payload is Payload.WEIGHTS:
+                self._weights.sync(self.plan, sync, self._headers)
+                if sync.part is None and self.plan.is_outermost(sync):
+                    self._clock = SyncClock(self.step)
+                    self._compare_weights(local=self.plan.schedule.period > 1)
+        # 3. where all workers have averaged gradients: buffers of a DDP model
+        if self._gradient is not None and self._gradient.level is None:
+            self._path.after_optimizer()
+            self._compare_weights(local=False)
+        # 4. the next step
+        self._prepare()
         for observer in self._observers:
             observer.after_step(self)
+
+    def _read_lr(self, first: bool) -> None:
+        """Note the learning rate of the round: that of its first step, or a larger one where the period follows it."""
+        if not first and self.step <= self._clock.since:
+            return
+        lr = float(self._scaled[0].optimizer.param_groups[0].get("lr", inf))
+        self._clock = SyncClock(self._clock.since, lr if first else max(lr, self._clock.lr))
+        self._syncs = self.plan.syncs_at(self.step + 1, self._clock)
+
+    def _received(self, headers: Headers | None) -> None:
+        if headers is None:
+            return
+        assert self._gradient is not None
+        self._headers.received(headers, among_all=self._levels[self._gradient.level] is self._levels.world)
+        if self._headers.stop_due and self._path.in_backward:
+            self._headers.stop.exchanged(self._headers.step, headers.slowest_ms)
+            self._headers.stop_due = False  # once in a step, whatever the number of optimizers
+
+    def _check_finite(self, sync: Sync, scaled: ScaledSteps, begins: bool) -> None:
+        """Find out whether the gradients that were averaged since the last optimizer's step are finite."""
+        check, queue = self._averager.check, self._levels[sync.level]
+        if begins:
+            check.report_late(self._live.originals)
+        if scaled.scaled:
+            if self._path.in_backward and self._averager.lacks_scale:
+                raise RuntimeError(
+                    f"{self.plan!r} under a GradScaler: gradients are averaged in backward, times the loss scale, and "
+                    "residuals of one step do not fit the scale of another. Let the session read it: attach(..., "
+                    "scaler=scaler). Or attach to the bare module, which averages unscaled gradients."
+                )
+            check.forget()  # the GradScaler decides
+        elif check.late:
+            flag = check.nonfinite_flag(queue, self._gradients, self._headers.step)
+            if flag is not None:
+                self._void = flag if self._void is False else torch.maximum(flag, torch.as_tensor(self._void))
+        else:
+            self._void = check.has_nonfinite(queue, self._gradients, self._headers.step)
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        grads = self._live.gradients()
+        return {name: g.to_dense() if g is not None and g.is_sparse else g for name, g in grads.items()}
+
+    def _compare_weights(self, local: bool) -> None:
+        self._divergence.after_sync(self._levels.world, self._live.params, local, self.step)
+
+    def _average_weights(self, optimizers: bool, force: bool) -> None:
+        """Average weights where local steps have made them different, or `force` says so; and the optimizers' state."""
+        self._weights.settle(self.plan, step=sys.maxsize)
+        different = optimizers or force or self._clock.since != self.step
+        if self.plan.local and self.step >= self.plan.schedule.start and different:
+            self._weights.average_all(self._headers, optimizers)
 
     def __enter__(self) -> Session:
         return self
@@ -298,3 +537,12 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session {self.plan!r} at step {self.step}, {self.workers} workers>"
+
+
+def _stepped_twice(scaled: ScaledSteps, waiting: Sequence[ScaledSteps]) -> str:
+    name, others = type(scaled.optimizer).__name__, ", ".join(type(each.optimizer).__name__ for each in waiting)
+    return (
+        f"{name} steps twice, and {others} has not stepped yet: a step is over when each optimizer that attach was "
+        "given has stepped once. For parts of a model that step at different rates, attach a session to each: "
+        "attach(plan, model.part, optimizer)."
+    )

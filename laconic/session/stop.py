@@ -17,7 +17,7 @@ from types import FrameType
 from laconic.checks.headers import Header, Headers
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never
-from laconic.session.model_state import ModelState
+from laconic.session.live_model import LiveModel
 
 MOST_STEPS = 64
 """After how many steps at most models that average gradients in backward exchange headers under `stop_on`."""
@@ -76,7 +76,7 @@ class StepHeaders:
     """Makes this worker's headers for the step that comes next."""
 
     plan: Plan
-    model_state: ModelState
+    live: LiveModel
     stop: Stop
     step: int = 1
     stop_due: bool = False
@@ -91,7 +91,7 @@ class StepHeaders:
 
     def header(self, *, finite: bool = True, with_gradient: int = 0, step_ms: int = 0) -> Header:
         """Make a header."""
-        model = self.model_state.facts
+        model = self.live.facts
         return Header(self.step, self.plan.text, model, finite, self.stop.asked, with_gradient, step_ms)
 
     def stop_header(self) -> Header:

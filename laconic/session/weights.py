@@ -1,57 +1,85 @@
-"""Synchronising weights: what is averaged, where deltas start from, and when a mean takes effect.
+"""Synchronising weights, as in local SGD and DiLoCo.
 
-Without an anchor, weights are replaced by their mean, in place. With one, workers exchange deltas (anchor − weights)
-through the plan's codec, the outer step moves the anchor, and the weights follow it. A synchronisation takes effect
-bucket by bucket ("streaming"), or all at once at its end ("atomic"): then one that fails has changed nothing. A
-fragment with a delay is averaged while training goes on, and takes effect when it is due.
+Without an anchor, weights are replaced by their mean, in place. With one, the weights that all workers shared last,
+workers exchange deltas (anchor − weights) through the plan's codec, the outer step moves the anchor by the mean delta,
+and the weights follow it. The phases of a synchronisation, as numbered below:
+
+    1 who takes part   2 headers   3 deltas   4 exchange   5 outer step   6 what arrives late
+
+It takes effect bucket by bucket ("streaming"), or all at once at its end ("atomic"): then one that fails has changed
+nothing. A fragment with a delay is averaged while training goes on, and takes effect when it is due.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.futures import Future
 
 from laconic.checks.finite import NonFinite, scale_without
 from laconic.checks.headers import exchange_headers
-from laconic.codecs import Codec, Exact
-from laconic.codecs.packing import bucketed, in_buckets, in_parts
-from laconic.comm.averaging import average_in_place, write
+from laconic.codecs import Codec
+from laconic.codecs.contract import wide_dtype
+from laconic.codecs.feedback import residuals_by_name
+from laconic.codecs.packing import in_buckets, in_parts
+from laconic.comm.averaging import write
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Averaged, Exchange, all_finite, by_itself
+from laconic.plans.outer import Outer
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync
-from laconic.session.anchor import Anchor, Anchors
-from laconic.session.extra_state import ExtraState, flat
-from laconic.session.in_flight import InFlight
-from laconic.session.model_state import ModelState, of_worker, same_tensors
+from laconic.session.live_model import LiveModel, copied, flat, same_tensors
 from laconic.session.stop import StepHeaders
 
+logger = logging.getLogger(__name__)
+
 Commit: TypeAlias = Literal["streaming", "atomic"]
+Anchors: TypeAlias = Literal["device", "cpu"]
+
+
+@dataclass(eq=False)
+class Fragment:
+    """A fragment in flight, and the step after which it takes effect."""
+
+    part: int
+    due: int
+    sent: dict[str, Tensor]
+    """This worker's weights when it sent its deltas; empty unless it keeps what they move meanwhile (mix=None)."""
+    means: list[dict[str, Tensor]] = field(default_factory=list)
+    futures: list[Future[Tensor]] = field(default_factory=list)
+
+    def wait(self) -> list[dict[str, Tensor]]:
+        """Return the mean deltas, when all have arrived."""
+        for future in self.futures:
+            future.wait()
+        return self.means
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
-    """One bucket of a synchronisation: its exchange, and what is done with the result."""
+class Contributors:
+    """Whose numbers are finite, by the headers of one synchronisation: the others contribute zeros."""
 
-    exchange: Exchange[Any]
-    commit: Callable[[Any], None]
+    finite: list[bool]
+    scale: float = 1.0
+    """The factor for means, so that zeros do not count."""
+    excluded: bool = False
+    """Whether this worker contributes zeros."""
 
 
 class WeightSync:
-    """Synchronises the weights of one model, and what belongs to them: buffers and optimizer state."""
+    """Synchronises the weights of one model, and what belongs to them: buffers and moments."""
 
     def __init__(
         self,
-        model_state: ModelState,
+        live: LiveModel,
         levels: Levels,
-        optimizers: Sequence[Optimizer],
         commit: Commit,
         anchors: Anchors,
         nonfinite: NonFinite,
@@ -61,216 +89,338 @@ class WeightSync:
             raise ValueError(
                 f'attach(commit={commit!r}): weights are committed "streaming", bucket by bucket, or "atomic".'
             )
-        self.model_state = model_state
+        if anchors not in ("device", "cpu"):
+            raise ValueError(
+                f'attach(anchors={anchors!r}): anchors are on the "device" of the weights, or on the "cpu".'
+            )
+        self.live = live
         self.levels = levels
         self.commit: Commit = commit
-        self.anchor = Anchor(model_state, anchors)
         self.nonfinite: NonFinite = nonfinite
-        self._extras = ExtraState(model_state, optimizers)
+        self._anchors: Anchors = anchors
         self._chosen = chosen
-        self._scale = 1.0
-        """The factor for the means of the synchronisation in progress: workers with NaN contribute zeros."""
-        self._excluded = False
-        """Whether this worker contributes zeros."""
-        self._in_flight = InFlight(model_state, self.anchor)
+        self._anchor: dict[str, Tensor] | None = None
+        """By name, in fp32 or wider; None until the first step of a plan that needs it."""
+        self._is_current = False
+        """Whether the last synchronisation set the weights to the anchor, and no step was taken since."""
+        self._in_flight: list[Fragment] = []
+        """Fragments that were sent and have not taken effect, oldest first."""
         self._parts: dict[tuple[int, int], list[list[str]]] = {}
+        """The names in each fragment, by the number of fragments and the digest of the model's facts."""
 
     @property
     def in_flight(self) -> bool:
         """Whether a fragment was sent and has not taken effect."""
         return bool(self._in_flight)
 
+    def begin_step(self, first: bool) -> None:
+        """Take the anchor before the first step, and again if other code has changed the weights after a round."""
+        if self._anchor is None:
+            self._take_anchor()
+        elif first and self._is_current and not self._anchor_equals_weights():
+            logger.warning("Weights have changed since they were synchronised: deltas start from those of now.")
+            self._take_anchor()
+        self._is_current = False
+
     def sync(self, plan: Plan, sync: Sync, headers: StepHeaders) -> None:
         """Average as `sync` says, and let it take effect now or when its delay is over."""
-        self.model_state.refresh()
-        queue = self.levels[sync.level]
+        live, queue = self.live, self.levels[sync.level]
+        live.refresh()
+        # 1. Who takes part: the parameters of this fragment; with the first one, buffers and moments.
         names = self._names(plan, sync)
         first = sync.part in (None, 0)
         anchored = plan.needs_anchor and plan.is_outermost(sync)
-        buffers, moments = self._extras.of(plan) if first else ({}, {})
+        buffers = dict(live.buffers) if first and plan.buffers == "average" else {}
+        moments = live.moments() if first and plan.optimizer_state == "average" else {}
+        leads = first and plan.buffers == "leader" and queue.workers > 1
+        with_anchor = {name for name in live.params if self._has_anchor(name)} if anchored else set()
+        # 2. Headers: stop at a worker that is out of step, and find whose numbers are finite. Only what may be sent
+        # is looked at: NaN in another fragment is in all of them after one more step.
         extra = {**buffers, **flat(moments)}
-        watched = extra | self.model_state.buffers if first and plan.buffers == "leader" else extra
-        finite = self._exchange_headers(queue, extra, watched, headers, anchored)
-        # Also other fragments, where one worker has lost them: NaN is in all of them after one more step.
-        among = names if all(finite) else list(self.model_state.params)
-        extra = {**buffers, **self._extras.common(moments, queue, reset_others=self._excluded)}
-        deltas = [name for name in names if anchored and self.anchor.has(name)]
-        exact = {name: self.model_state.params[name] for name in among if not (anchored and self.anchor.has(name))}
-        if anchored:
-            self._sync_deltas(plan, queue, deltas, sync, headers.step)
-        self._average(queue, {**exact, **extra})
-        if anchored:
-            self.anchor.add(exact)
-        names = [*deltas, *exact]
-        if first and plan.buffers == "leader" and queue.workers > 1:
-            split = bucketed(self.model_state.all_buffers)
-            self._run(queue, [_Job(of_worker(b, finite.index(True)), partial(write, b)) for b in split])
-        if plan.optimizer_state == "reset":
-            self._extras.reset_optimizers(names)
-        if queue is self.levels.world:
-            self.model_state.mark_synced(names)
-
-    def _sync_deltas(self, plan: Plan, queue: CollectiveQueue, names: Sequence[str], sync: Sync, step: int) -> None:
-        if isinstance(plan.schedule, Streaming) and plan.schedule.delay:
+        sent = {name: p for name, p in live.params.items() if name in names or name not in with_anchor}
+        sent |= extra | (live.buffers if leads else {})
+        contributors = self._exchange_headers(queue, sent, extra, headers, anchored)
+        among = names if all(contributors.finite) else live.params
+        common = live.common_moments(queue, moments, reset_others=contributors.excluded)
+        deltas = [name for name in names if name in with_anchor]
+        exact = {name: live.params[name] for name in among if name not in with_anchor}
+        # 3. to 6. What has an anchor travels as deltas, through the plan's codec.
+        if anchored and isinstance(plan.schedule, Streaming) and plan.schedule.delay:
             assert sync.part is not None
-            self._send(plan, queue, names, sync.part, step)
-            return
-        self.anchor.is_current = sync.part is None
-        self._run(queue, [self._delta_job(plan, queue, bucket) for bucket in self._buckets(names)])
+            self._send(plan.schedule, plan.codec, queue, deltas, sync.part, headers.step, contributors)
+        elif anchored:
+            self._is_current = sync.part is None
+            self._run(plan, queue, deltas, contributors)
+        # What has none is averaged exactly: weights of plans without an anchor, new parameters, buffers, moments.
+        self._average(queue, {**exact, **buffers, **common}, contributors)
+        if anchored:
+            self._add_to_anchor(exact)
+        if leads:
+            worker = contributors.finite.index(True)
+            live.take_from(worker, queue, live.all_buffers, Payload.WEIGHTS, self.commit == "atomic")
+        if plan.optimizer_state == "reset":
+            live.reset_optimizers([*deltas, *exact])
+        if queue is self.levels.world:
+            live.mark_synced([*deltas, *exact])
+
+    def average_all(self, headers: StepHeaders, optimizers: bool) -> None:
+        """Average all weights and buffers exactly, whatever the plan, and the moments of the optimizers if asked."""
+        live, world = self.live, self.levels.world
+        live.refresh()
+        moments = live.moments() if optimizers else {}
+        extra = {**live.buffers, **flat(moments)}
+        contributors = self._exchange_headers(world, {**live.params, **extra}, extra, headers, anchored=False)
+        common = live.common_moments(world, moments, reset_others=True)
+        self._average(world, {**live.params, **live.buffers, **common}, contributors)
+        if optimizers:
+            live.equal_counters(world)
+        live.mark_synced(live.params)
+
+    # 1. Who takes part
+
+    def _names(self, plan: Plan, sync: Sync) -> list[str]:
+        if sync.part is None:
+            return list(self.live.params)
+        key = (plan.schedule.fragments, self.live.facts.digest)
+        if key not in self._parts:  # by whole sizes: shards may be uneven
+            self._parts[key] = in_parts(self.live.originals, plan.schedule.fragments)
+        return self._parts[key][sync.part]
+
+    # 2. Headers
 
     def _exchange_headers(
         self,
         queue: CollectiveQueue,
+        sent: Mapping[str, Tensor],
         extra: Mapping[str, Tensor],
-        watched: Mapping[str, Tensor],
         headers: StepHeaders,
         anchored: bool,
-    ) -> list[bool]:
-        """Exchange headers; return which workers have finite numbers.
+    ) -> Contributors:
+        """Exchange headers: whose numbers are finite among those that are `sent`, of which `extra` are no weights.
 
-        A worker that has not, also in another fragment, goes back to the anchor, and contributes no delta. Without an
-        anchor it contributes zeros. The means are scaled up for it.
+        A worker whose are not goes back to the anchor, and contributes no delta. Without an anchor it contributes
+        zeros. The means are scaled up for it.
         """
-        params = self.model_state.params
-        self._scale, self._excluded = 1.0, False
-        by_design = self.model_state.nonfinite_by_design
-        looked_at = {name: t for name, t in {**params, **watched}.items() if name not in by_design}
+        live = self.live
+        looked_at = {name: t for name, t in sent.items() if name not in live.nonfinite_by_design}
         finite = self.nonfinite == "ignore" or bool(all_finite(looked_at))
         received = exchange_headers(queue, headers.header(finite=finite))
         headers.received(received, among_all=queue is self.levels.world)
         if all(received.finite):
-            return received.finite
-        self._scale = scale_without(queue, received.finite, f"step {headers.step}, weights", self.nonfinite)
+            return Contributors(received.finite)
+        scale = scale_without(queue, received.finite, f"step {headers.step}, weights", self.nonfinite)
         if not finite:
-            self._excluded = True
-            torch._foreach_zero_([*params.values(), *extra.values()])
+            torch._foreach_zero_([*live.params.values(), *extra.values()])
             if anchored:
-                self.anchor.restore()
-                self._in_flight.restart()
+                self._restore_anchor()
             if not any(key.startswith("moment:") for key in extra):
-                self._extras.reset_optimizers(params)  # moments that made such weights
-        return received.finite
+                live.reset_optimizers(live.params)  # moments that made such weights
+        return Contributors(received.finite, scale, excluded=not finite)
 
-    def settle(self, plan: Plan, step: int) -> None:
-        """Let fragments that are due by `step` take effect."""
-        self._in_flight.settle(plan, step, self.levels.world.ledger)
+    # 3. Deltas
 
-    def average_all(self, headers: StepHeaders, optimizers: bool) -> None:
-        """Average all weights and buffers exactly, whatever the plan, and the state of the optimizers if asked."""
-        self.model_state.refresh()
-        world, buffers = self.levels.world, self.model_state.buffers
-        moments = self._extras.moments() if optimizers else {}
-        extra = {**buffers, **flat(moments)}
-        self._exchange_headers(world, extra, extra, headers, anchored=False)
-        common = self._extras.common(moments, world, reset_others=True)
-        self._average(world, {**self.model_state.params, **buffers, **common})
-        if optimizers:
-            self._extras.equal_counters(world)
-        self.model_state.mark_synced(self.model_state.params)
-
-    def forget(self) -> None:
-        """Drop the anchor, and fragments in flight, without waiting for them."""
-        self.drop_in_flight()
-        self.anchor.forget()
-
-    def drop_in_flight(self) -> None:
-        """Drop fragments in flight."""
-        self._in_flight.drop()
-
-    def _names(self, plan: Plan, sync: Sync) -> list[str]:
-        if sync.part is None:
-            return list(self.model_state.params)
-        key = (plan.schedule.fragments, self.model_state.facts.digest)
-        if key not in self._parts:  # by whole sizes: shards may be uneven
-            self._parts[key] = in_parts(self.model_state.originals, plan.schedule.fragments)
-        return self._parts[key][sync.part]
+    def _deltas(self, names: Iterable[str], zero: bool) -> dict[str, Tensor]:
+        """Return anchor − weights, or zeros in their place."""
+        anchor, params = self._anchor, self.live.params
+        assert anchor is not None
+        if zero:
+            return {name: torch.zeros_like(anchor[name], device=params[name].device) for name in names}
+        return {name: anchor[name].to(params[name].device) - params[name] for name in names}
 
     def _buckets(self, names: Iterable[str]) -> list[list[str]]:
-        return in_buckets({name: self.model_state.params[name] for name in names})
+        return in_buckets({name: self.live.params[name] for name in names})
 
-    def _average(self, queue: CollectiveQueue, tensors: Mapping[str, Tensor]) -> None:
-        if self.commit == "streaming":
-            average_in_place(queue, tensors, Payload.WEIGHTS)
-        else:
-            exact = Exact(wide=True)
-            jobs = [_Job(exact.average(b, {}, queue.peers), _writing(b)) for b in bucketed(tensors)]
-            self._run(queue, jobs)
-        if self._scale != 1 and tensors:
-            torch._foreach_mul_(list(tensors.values()), self._scale)
+    # 4. Exchange
 
-    def _run(self, queue: CollectiveQueue, jobs: Sequence[_Job]) -> None:
-        """Run jobs together and wait; a job takes effect when it ends, or after all have."""
-        atomic = self.commit == "atomic"
-        ends: list[Any] = [None] * len(jobs)
+    def _run(self, plan: Plan, queue: CollectiveQueue, names: Iterable[str], contributors: Contributors) -> None:
+        """Average deltas, and let them take effect: each bucket when it has arrived, or all after the last."""
+        atomic, codec, state = self.commit == "atomic", self._chosen(plan.codec, queue), self.live.state["weights"]
+        ends: list[Averaged] = []
 
-        def run(index: int, job: _Job) -> Exchange[Any]:
-            end = ends[index] = yield from job.exchange
-            if not atomic:
-                job.commit(end)
-                ends[index] = None
+        def exchange(bucket: list[str]) -> Exchange[Averaged]:
+            deltas = self._deltas(bucket, contributors.excluded)
+            # Not in their memory where "atomic" may still need the old residuals.
+            end = yield from by_itself(codec.average(deltas, state, queue.peers, reuse=not atomic))
+            if atomic:
+                ends.append(end)
+            else:
+                self._outer_step(plan, end, contributors.scale)
             return end
 
-        before = same_tensors(self.model_state.state["weights"]) if atomic else None
+        before = same_tensors(state) if atomic else None
         try:
-            queue.run_all([run(index, job) for index, job in enumerate(jobs)], Payload.WEIGHTS)
+            queue.run_all([exchange(bucket) for bucket in self._buckets(names)], Payload.WEIGHTS)
         except BaseException:
             if before is not None:
-                self.model_state.state["weights"] = before  # residuals are as before the synchronisation
+                self.live.state["weights"] = before
             raise
-        if atomic:
-            with torch.no_grad():
-                for job, end in zip(jobs, ends, strict=True):
-                    job.commit(end)
+        for end in ends:
+            self._outer_step(plan, end, contributors.scale)
 
-    def _delta_job(self, plan: Plan, queue: CollectiveQueue, names: Sequence[str]) -> _Job:
-        scale, zero = self._scale, self._excluded
+    def _average(self, queue: CollectiveQueue, tensors: Mapping[str, Tensor], contributors: Contributors) -> None:
+        self.live.average(queue, tensors, self.commit == "atomic")
+        if contributors.scale != 1 and tensors:
+            torch._foreach_mul_(list(tensors.values()), contributors.scale)
 
-        def exchange() -> Exchange[Averaged]:
-            codec = self._chosen(plan.codec, self.levels.world)
-            state, reuse = self.model_state.state["weights"], self.commit == "streaming"  # atomic keeps old tensors
-            deltas = self.anchor.deltas(names, zero)
-            return (yield from by_itself(codec.average(deltas, state, queue.peers, reuse=reuse)))
+    # 5. Outer step
 
-        def commit(end: Averaged) -> None:
-            if bool(end.finite()):
-                self.anchor.move(plan.outer, _scaled(end.mean, scale))
-            else:  # no worker moves: the synchronisation has no effect, the same on all
-                self.anchor.is_current = False
+    def _outer_step(self, plan: Plan, end: Averaged, scale: float) -> None:
+        if bool(end.finite()):
+            self._move(plan.outer, _scaled(end.mean, scale))
+        else:  # no worker moves: the synchronisation has no effect, the same on all
+            self._is_current = False
 
-        return _Job(exchange(), commit)
+    @torch.no_grad()
+    def _move(
+        self,
+        outer: Outer,
+        mean: Mapping[str, Tensor],
+        mix: float | None = 0.0,
+        sent: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Take the outer step from the anchor; the weights become the anchor, but for the share `mix` of their own.
 
-    def _send(self, plan: Plan, queue: CollectiveQueue, names: Sequence[str], part: int, step: int) -> None:
+        With mix=None they keep all that they have moved since `sent`, this worker's weights when it sent its deltas.
+        """
+        assert self._anchor is not None
+        params = self.live.params
+        anchor = {name: self._anchor[name] for name in mean if name in params}
+        deltas = {name: mean[name].to(a.device) for name, a in anchor.items()}
+        outer.step(anchor, deltas, self.live.state["outer"])
+        for name, a in anchor.items():
+            p = params[name]
+            if mix is None:
+                assert sent is not None
+                p.copy_(a.to(p.device) + (p.to(a.dtype) - sent[name]))
+            else:
+                p.copy_(a if not mix else torch.lerp(a.to(p.device), p.to(a.dtype), mix))
+
+    # 6. What arrives late
+
+    def _send(
+        self,
+        schedule: Streaming,
+        codec: Codec,
+        queue: CollectiveQueue,
+        names: Sequence[str],
+        part: int,
+        step: int,
+        contributors: Contributors,
+    ) -> None:
         """Send a fragment; its means are kept until it is due."""
-        assert isinstance(plan.schedule, Streaming)
-        fragment, scale = self._in_flight.new(plan.schedule, part, step, names), self._scale
-        codec = self._chosen(plan.codec, queue)
+        fragment = Fragment(part, step + schedule.delay, self._own(names if schedule.mix is None else ()))
+        self._in_flight.append(fragment)
+        chosen, state = self._chosen(codec, queue), self.live.state["weights"]  # as they are now
 
         def exchange(deltas: Mapping[str, Tensor]) -> Exchange[Averaged]:
-            state = self.model_state.state["weights"]
-            end = yield from by_itself(codec.average(deltas, state, queue.peers, reuse=True))
+            end = yield from by_itself(chosen.average(deltas, state, queue.peers, reuse=True))
             if bool(end.finite()):
-                fragment.means.append(_scaled(end.mean, scale))
+                fragment.means.append(_scaled(end.mean, contributors.scale))
             return end
 
         with torch.no_grad():
-            snapshots = [self.anchor.deltas(bucket, self._excluded) for bucket in self._buckets(names)]
+            snapshots = [self._deltas(bucket, contributors.excluded) for bucket in self._buckets(names)]
         nothing = torch.empty(0)
         fragment.futures = [queue.submit(exchange(each), Payload.WEIGHTS, nothing) for each in snapshots]
         queue.flush(waits=False)
 
+    def settle(self, plan: Plan, step: int) -> None:
+        """Let fragments that are due by `step` take effect."""
+        while self._in_flight and self._in_flight[0].due <= step:
+            assert isinstance(plan.schedule, Streaming)
+            self.live.refresh()
+            oldest, since_s = self._in_flight[0], time.perf_counter()
+            means = oldest.wait()
+            self.levels.world.ledger.add_wait(since_s)
+            for mean in means:
+                self._move(plan.outer, mean, plan.schedule.mix, oldest.sent)
+            del self._in_flight[0]
+
+    def drop_in_flight(self) -> None:
+        """Drop fragments in flight, without waiting for them."""
+        self._in_flight = []
+
+    def _own(self, names: Iterable[str]) -> dict[str, Tensor]:
+        params = self.live.params
+        return {name: params[name].detach().clone() for name in names if name in params}
+
+    # The anchor
+
+    def _take_anchor(self) -> None:
+        self.live.refresh()
+        self._anchor = {}
+        self._add_to_anchor(self.live.params)
+
+    def _add_to_anchor(self, params: Mapping[str, Tensor]) -> None:
+        """Let deltas of these parameters start from their values of now, which all workers share."""
+        assert self._anchor is not None
+        self._anchor |= {name: self._wide_copy(p) for name, p in params.items()}
+
+    def _wide_copy(self, p: Tensor) -> Tensor:
+        wide = wide_dtype(p.dtype)
+        if self._anchors == "cpu" and p.device.type != "cpu":
+            return torch.empty(p.shape, dtype=wide, pin_memory=p.is_cuda).copy_(p)
+        return p.to(wide, copy=True)
+
+    def _has_anchor(self, name: str) -> bool:
+        """Return whether deltas of a parameter are taken: not if it came since the last round, or was frozen."""
+        known = self._anchor is not None and name in self._anchor and name not in self.live.unsynced
+        return known and self.live.originals[name].requires_grad
+
+    @torch.no_grad()
+    def _restore_anchor(self) -> None:
+        """Set the weights to the anchor. What fragments in flight have moved counts from there."""
+        for name, p in self.live.params.items():
+            if self._has_anchor(name):
+                assert self._anchor is not None
+                p.copy_(self._anchor[name])
+        for fragment in self._in_flight:
+            fragment.sent = self._own(fragment.sent)
+
+    def _anchor_equals_weights(self) -> bool:
+        assert self._anchor is not None
+        self.live.refresh()
+        pairs = [(self._anchor[name], p) for name, p in self.live.params.items() if name in self._anchor]
+        return not any((a.to(p.device, p.dtype) != p).any().cpu() for a, p in pairs)
+
+    @torch.no_grad()
+    def apply_residuals(self) -> None:
+        """Subtract this worker's residuals of deltas from its weights: no codec will deliver them."""
+        for name, residual in residuals_by_name(self.live.state["weights"]).items():
+            if name in self.live.params:
+                self.live.params[name].sub_(residual.to(self.live.params[name].device))
+
+    # What is saved
+
+    def forget(self) -> None:
+        """Drop the anchor, and fragments in flight, without waiting for them: the next step takes another anchor."""
+        self.drop_in_flight()
+        self._anchor = None
+
     def state_dict(self) -> dict[str, Any]:
-        """Return anchor and fragments in flight. Waits for these."""
-        return {"anchor": self.anchor.shared(), "in_flight": self._in_flight.state()}
+        """Return the anchor, where it is the same on all workers, and fragments in flight. Waits for these."""
+        new = self.live.unsynced
+        anchor = None if self._anchor is None else {name: a for name, a in self._anchor.items() if name not in new}
+        fragments = [
+            {"part": each.part, "due": each.due, "sent": each.sent, "means": each.wait()} for each in self._in_flight
+        ]
+        return {"anchor": anchor, "in_flight": fragments}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
-        self.anchor.load(saved["anchor"])
-        self._in_flight.load(saved["in_flight"])
+        self._is_current, self._anchor = False, None
+        if saved["anchor"] is not None:
+            self.live.refresh()
+            self._anchor = {name: self._wide_copy(p) for name, p in self.live.params.items() if name in saved["anchor"]}
+            write(self._anchor, saved["anchor"])
+        devices = self.live.devices
+        self._in_flight = [
+            Fragment(
+                each["part"], each["due"], copied(each["sent"], devices), [copied(x, devices) for x in each["means"]]
+            )
+            for each in saved["in_flight"]
+        ]
 
 
 def _scaled(mean: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     return dict(mean) if scale == 1 else {name: t * scale for name, t in mean.items()}
-
-
-def _writing(tensors: Mapping[str, Tensor]) -> Callable[[Averaged], None]:
-    return lambda end: write(tensors, end.mean)

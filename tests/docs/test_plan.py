@@ -12,9 +12,9 @@ import typer
 import laconic
 from laconic.cli.main import app
 from laconic.tools.launch.links import link
-from laconic.tools.planner.collectives import Formula
+from laconic.tools.planner.forecast import Forecast
+from laconic.tools.planner.network import ComputedNetwork
 from laconic.tools.planner.predict import Scenario
-from laconic.tools.planner.rows import Forecast
 from laconic.tools.planner.shapes import from_count
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
@@ -37,7 +37,7 @@ def test_options_exist():
 
 
 def test_keys_of_the_table_exist():
-    forecast = Forecast([laconic.ddp()], Scenario(from_count(1000), 2, Formula(link("1gbit", 2)), 0.1))
+    forecast = Forecast([laconic.ddp()], Scenario(from_count(1000), 2, ComputedNetwork(link("1gbit", 2)), 0.1))
     row = forecast.as_json()["rows"][0]
     cells = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| ") and "---" not in line]
     keys = {key for cell in cells for key in re.findall(r"`([a-z_]+)`", cell)}
@@ -51,7 +51,7 @@ def test_the_readmes_table_of_links():
     assert len(rows) == 5
     for rate, unit, plan, claim in rows:
         plans = [laconic.plan(text) for text in ("ddp()", "quantized_ddp(bits=4)", "power_sgd()")]
-        network = Formula(link(f"{rate}{unit.lower()}", 8))
+        network = ComputedNetwork(link(f"{rate}{unit.lower()}", 8))
         forecast = Forecast(plans, Scenario(from_count(350_000_000), 8, network, 0.25))
         best = forecast.ranked[0]
         assert best.plan == laconic.plan(plan)

@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic import elastic
-from laconic.elastic.history import SnapshotStore
-from laconic.elastic.snapshot import Committed, Snapshot
+from laconic.elastic.history import Committed, Snapshot, SnapshotStore
 from tests.workers import run_workers
 
 
@@ -39,7 +38,7 @@ def test_a_worker_reads_its_own_snapshots_first(tmp_path):
     save(tmp_path, "1", 3, 10, 11, last=True)
     save(tmp_path, "2", 3, 11, 12, last=True)
     assert newest(tmp_path, "1") == (3, [10, 11], True)
-    assert "residual" in SnapshotStore(tmp_path, "1").newest(2)[1][0].parts["session"]
+    assert "residual" in SnapshotStore(tmp_path, "1").newest(2)[1][0].states["session"]
 
 
 def test_newer_snapshots_of_another_worker_are_read_without_its_residuals(tmp_path):
@@ -48,7 +47,7 @@ def test_newer_snapshots_of_another_worker_are_read_without_its_residuals(tmp_pa
     assert newest(tmp_path, "1") == newest(tmp_path, "7") == (3, [12, 13], True)
     save(tmp_path, "3", 4, 13)
     assert newest(tmp_path, "1") == (4, [13], False)
-    assert SnapshotStore(tmp_path, "1").newest(2)[1][0].parts["session"].keys() == {"step"}
+    assert SnapshotStore(tmp_path, "1").newest(2)[1][0].states["session"].keys() == {"step"}
 
 
 def test_a_damaged_generation_is_skipped(tmp_path):

@@ -1,4 +1,4 @@
-"""The parts of an elastic run, without processes."""
+"""What an elastic run is made of, without processes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import HashStore
 import laconic
 from laconic import elastic
 from laconic.elastic.heartbeat import HeartbeatMonitor
-from laconic.elastic.parts import parts_of
+from laconic.elastic.history import Snapshot
 from laconic.elastic.rendezvous import Member, Membership, Rendezvous, Rules
-from laconic.elastic.snapshot import Snapshot
+from laconic.elastic.run import objects_of
 from laconic.elastic.state_transfer import receive, send
 from laconic.elastic.store import BoundedStore
 
@@ -214,7 +214,7 @@ def test_weights_are_averaged_in_copies():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with laconic.attach(laconic.post_local_sgd(period=2), model, optimizer) as session:
-        parts_of(session, model, optimizer, None)
+        objects_of(session, model, optimizer, None)
         assert session.commit == "atomic"
 
 

@@ -38,7 +38,7 @@ def _train(worker: int, all_workers: bool | None) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     written: list[tuple[int, dict[str, float]]] = []
     losses = {}
-    with laconic.attach(laconic.plan(PLAN), model, optimizer, guard=laconic.Guard("warn", every=2)) as session:
+    with laconic.attach(laconic.plan(PLAN), model, optimizer, observers=[laconic.Guard("warn", every=2)]) as session:
         if all_workers is not None:
             log = Log(lambda metrics, step: written.append((step, metrics)), every=EVERY, all_workers=all_workers)
             session.observe(log)

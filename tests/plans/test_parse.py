@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.plans.parse import PlanError, parse
+from laconic.errors import PlanError
+from laconic.plans.text import parse
 from laconic.values import as_code, call
 
 
@@ -164,7 +165,7 @@ TRICKS = [
     "Leaf(\x00)",
     "Leaf(\udcff)",
     "laconic.laconic.Leaf(1)",
-    "laconic.plans.parse.Leaf(1)",
+    "laconic.plans.text.Leaf(1)",
     "Léaf(1)",
     "Leaf(" + "9" * 5000 + ")",
     "(" * 300 + ")" * 300,

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 import laconic
 from laconic import (
-    Adopt,
     ByShape,
     Cast,
     Codec,
@@ -19,10 +18,11 @@ from laconic import (
     Exact,
     Groups,
     LowRank,
+    Nesterov,
     Never,
     Plan,
     PlanError,
-    PostLocal,
+    Quadratic,
     alone,
     ddp,
     diloco,
@@ -31,11 +31,12 @@ from laconic import (
     power_sgd,
     quantized_ddp,
     sparse_loco,
+    streaming_diloco,
 )
 from laconic.plans.schedules import Payload
 
 steps = st.integers(1, 10**6)
-schedules = st.builds(Every, steps, steps) | st.builds(PostLocal, steps, steps)
+schedules = st.builds(Every, steps, steps) | st.builds(Every, steps, steps, st.just("weights"))
 low_ranks = st.builds(
     LowRank,
     rank=st.integers(1, 64),
@@ -56,7 +57,7 @@ codecs = st.one_of(
     st.builds(ErrorFeedback, st.builds(ByShape, low_ranks, whole_codecs)),
 )
 plans = st.one_of(
-    st.builds(Plan, schedules, codecs, st.just(Adopt())),
+    st.builds(Plan, schedules, codecs),
     st.builds(
         power_sgd,
         rank=st.integers(1, 64),
@@ -90,7 +91,8 @@ PRINTED = {
     "ddp()": ddp(),
     "alone()": alone(),
     "Plan(schedule=Never(), topology=Groups(size=2))": Plan(Never(), topology=Groups(2)),
-    "Plan(schedule=Every(of='weights'), codec=Cast(to='bf16'))": Plan(Every(1, of="weights"), Cast("bf16")),
+    "diloco(period=1, codec=Cast(to='bf16'))": Plan(Every(1, of="weights"), Cast("bf16")),
+    "Plan(schedule=Quadratic(growth=0.1), codec=Cast(to='bf16'))": Plan(Quadratic(0.1), Cast("bf16")),
     "power_sgd(rank=32, bits=4)": power_sgd(),
     "power_sgd(rank=2, bits=None, rounds='alternating')": Plan(
         codec=ByShape(ErrorFeedback(LowRank(2, rounds="alternating")))
@@ -103,15 +105,15 @@ PRINTED = {
     "sparse_loco(period=4)": sparse_loco(),
     "sparse_loco(period=8, fraction=0.03, decay=1.0, lr=0.8)": sparse_loco(8, 0.03, 1.0, 0.8),
     "diloco(period=16)": diloco(),
-    "diloco(period=16, codec=Exact())": diloco(codec=Exact()),
+    "diloco(period=16, lr=0.7, codec=Exact())": diloco(lr=0.7, codec=Exact()),
     "power_sgd(rank=1, bits=None)": power_sgd(1, None),
     "power_sgd(rank=4, bits=4, start=100, min_compression=0.5, feedback=False, seed=3)": power_sgd(
         4, start=100, min_compression=0.5, feedback=False, seed=3
     ),
     "power_sgd(rank=32, bits=4, warm_start=False)": power_sgd(warm_start=False),
     "post_local_sgd(period=16)": post_local_sgd(),
-    "post_local_sgd(start=500, period=8)": Plan(PostLocal(500, 8)),
-    "Plan(schedule=Every(period=16))": Plan(Every(16)),
+    "post_local_sgd(start=500, period=8)": Plan(Every(8, 500)),
+    "post_local_sgd(period=8)": Plan(Every(8)),
     "Plan(schedule=Every(start=5))": Plan(Every(start=5)),
     "Plan(codec=Cast(to='bf16'))": Plan(codec=Cast("bf16")),
     "Plan(codec=Exact(wide=True))": Plan(codec=Exact(wide=True)),
@@ -121,8 +123,8 @@ PRINTED = {
     "Plan(codec=ByShape(codec=ErrorFeedback(codec=LowRank(rank=2), subtract='mean')))": Plan(
         codec=ByShape(ErrorFeedback(LowRank(2), "mean"))
     ),
-    "Plan(schedule=PostLocal(start=1, period=4), codec=ByShape(codec=ErrorFeedback(codec=LowRank(rank=2))))": Plan(
-        PostLocal(1, 4), ByShape(ErrorFeedback(LowRank(2)))
+    "diloco(period=4, codec=ByShape(codec=ErrorFeedback(codec=LowRank(rank=2))))": Plan(
+        Every(4), ByShape(ErrorFeedback(LowRank(2)))
     ),
 }
 
@@ -143,12 +145,25 @@ def test_all_of_them_differ() -> None:
         ("power_sgd(2)", power_sgd(2)),
         ("laconic.power_sgd(rank=2)", power_sgd(2)),
         ("Plan()", ddp()),
-        ("Plan(Every(1), Exact(), Adopt())", ddp()),
+        ("Plan(Every(1), Exact(), Nesterov(1, 0))", ddp()),
         (" Plan(\n codec=laconic.Cast('bf16'),\n)", Plan(codec=Cast("bf16"))),
     ],
 )
 def test_equivalent_texts(text: str, plan: Plan) -> None:
     assert laconic.plan(text) == plan
+
+
+SAME = [
+    (post_local_sgd(period=16), Plan(Every(16)), diloco(codec=Exact())),
+    (frugal("120x", delay=1), streaming_diloco(period=8)),
+    (frugal("15x"), diloco(period=1)),
+    (Plan(Every(4, of="weights"), Cast("bf16"), Nesterov(1, 0)), diloco(4, codec=Cast("bf16"))),
+]
+
+
+@pytest.mark.parametrize("plans", SAME, ids=lambda plans: repr(plans[0]))
+def test_plans_that_do_the_same_are_equal_and_print_the_same(plans: tuple[Plan, ...]) -> None:
+    assert len(set(plans)) == len(set(map(repr, plans))) == 1
 
 
 def test_a_plan_is_frozen() -> None:
@@ -164,7 +179,7 @@ def test_a_plan_is_frozen() -> None:
         (post_local_sgd(start=2, period=2), [("gradient", Exact()), None, ("weights", Exact()), None]),
         (alone(), [None] * 4),
         (Plan(Every(1, of="weights"), Cast("bf16")), [("weights", Cast("bf16"))] * 4),
-        (Plan(PostLocal(2, 1), Cast("fp16")), [("gradient", Exact())] + [("weights", Cast("fp16"))] * 3),
+        (Plan(Every(1, 2, "weights"), Cast("fp16")), [("gradient", Exact())] + [("weights", Cast("fp16"))] * 3),
     ],
 )
 def test_payload_and_codec_at_each_step(plan: Plan, expected: list[tuple[str, Codec] | None]) -> None:
@@ -179,12 +194,11 @@ def test_payload_and_codec_at_each_step(plan: Plan, expected: list[tuple[str, Co
         (power_sgd(start=10), False, False),
         (post_local_sgd(), True, False),
         (Plan(Every(4)), True, False),
-        (Plan(PostLocal(1, 1)), True, False),
         (alone(), True, False),
         (Plan(Every(1, of="weights")), True, False),
         (Plan(Every(1, of="weights"), Cast("bf16")), True, True),
         (Plan(Every(4), Cast("bf16")), True, True),
-        (Plan(PostLocal(9, 4), ByShape(LowRank(1))), True, True),
+        (Plan(Every(4, 9), ByShape(LowRank(1))), True, True),
     ],
 )
 def test_local_and_needs_anchor(plan: Plan, local: bool, needs_anchor: bool) -> None:
@@ -210,7 +224,7 @@ RULES = {
         "'power_sgd(start=0)': Every(start=0): start must be a whole number of at least 1, as steps count from 1."
     ),
     "post_local_sgd(period=0.5)": (
-        "'post_local_sgd(period=0.5)': PostLocal(period=0.5): period must be a whole number of at least 1, "
+        "'post_local_sgd(period=0.5)': Every(period=0.5): period must be a whole number of at least 1, "
         "as steps count from 1."
     ),
     "power_sgd(rounds='one')": (

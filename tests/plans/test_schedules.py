@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laconic.plans.nested import Nested
 from laconic.plans.schedules import (
     GRADIENTS,
     WEIGHTS,
     Every,
+    Nested,
     Never,
-    PostLocal,
     Quadratic,
     Schedule,
     Streaming,
@@ -27,7 +26,9 @@ steps = st.integers(1, 200)
 
 @given(start=steps, period=steps)
 def test_gradients_before_the_start_then_weights_every_period(start: int, period: int) -> None:
-    syncs_by_step = {step: PostLocal(start, period).syncs_at(step) for step in range(1, start + 3 * period + 1)}
+    syncs_by_step = {
+        step: Every(period, start, of="weights").syncs_at(step) for step in range(1, start + 3 * period + 1)
+    }
     assert all(syncs_by_step[step] == GRADIENTS for step in range(1, start))
     weights = [step for step, syncs in syncs_by_step.items() if syncs == WEIGHTS]
     assert weights == [start - 1 + period * sync for sync in range(1, len(weights) + 1)]
@@ -35,19 +36,9 @@ def test_gradients_before_the_start_then_weights_every_period(start: int, period
     assert sum(not syncs for syncs in syncs_by_step.values()) == len(syncs_by_step) - len(weights) - (start - 1)
 
 
-@given(start=steps, period=st.integers(2, 200), step=st.integers(1, 1000))
-def test_every_longer_period_is_post_local(start: int, period: int, step: int) -> None:
-    assert Every(period, start).syncs_at(step) == PostLocal(start, period).syncs_at(step)
-
-
 @given(start=steps, step=st.integers(1, 1000))
 def test_period_1_averages_gradients_at_every_step(start: int, step: int) -> None:
     assert Every(1, start).syncs_at(step) == GRADIENTS
-
-
-@given(start=steps, step=st.integers(1, 1000))
-def test_weights_at_every_step_are_post_local_with_period_1(start: int, step: int) -> None:
-    assert Every(1, start, of="weights").syncs_at(step) == PostLocal(start, 1).syncs_at(step)
 
 
 def test_what_every_averages_has_one_spelling() -> None:
@@ -65,11 +56,7 @@ def test_never_is_never(step: int) -> None:
     assert Never().syncs_at(step) == () == Never().syncs_at(step, SyncClock(since=0, lr=0.1))
 
 
-def test_post_local_with_period_1_averages_weights_at_every_step() -> None:
-    assert [PostLocal(1, 1).syncs_at(step) for step in (1, 2, 3)] == [WEIGHTS] * 3
-
-
-@pytest.mark.parametrize("schedule", [Every(), Every(4), Every(1, start=5), PostLocal(3, 16)], ids=repr)
+@pytest.mark.parametrize("schedule", [Every(), Every(4), Every(1, start=5), Every(16, 3)], ids=repr)
 def test_values(schedule: Schedule) -> None:
     assert copy_of(schedule) == schedule
     assert hash(copy_of(schedule)) == hash(schedule)
@@ -87,7 +74,7 @@ def copy_of(schedule: Schedule) -> Schedule:
         (Every(), "Every()"),
         (Every(4), "Every(period=4)"),
         (Every(start=2), "Every(start=2)"),
-        (PostLocal(1, 16), "PostLocal(start=1, period=16)"),
+        (Every(16, 3), "Every(period=16, start=3)"),
     ],
 )
 def test_prints_as_its_code(schedule: Schedule, text: str) -> None:
@@ -96,12 +83,11 @@ def test_prints_as_its_code(schedule: Schedule, text: str) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, 2.5, "3", None, True, float("inf"), [1]])
 @pytest.mark.parametrize("name", ["start", "period"])
-@pytest.mark.parametrize("kind", [Every, PostLocal])
-def test_steps_count_from_1(kind: type[Every] | type[PostLocal], name: str, value: Any) -> None:
+def test_steps_count_from_1(name: str, value: Any) -> None:
     with pytest.raises(ValueError) as error:
-        kind(**({"start": 1, "period": 1} | {name: value}))
+        Every(**({"start": 1, "period": 1} | {name: value}))
     assert str(error.value) == (
-        f"{kind.__name__}({name}={value!r}): {name} must be a whole number of at least 1, as steps count from 1."
+        f"Every({name}={value!r}): {name} must be a whole number of at least 1, as steps count from 1."
     )
 
 

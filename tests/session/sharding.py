@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import laconic
-from laconic.session.model_state import local_of
+from laconic.session.live_model import local_of
 from tests.session.models import assert_equal_bits
 
 

@@ -30,7 +30,7 @@ def _gradients(worker: int, kind: str, new: str, void: bool, steps: int) -> tupl
             (model(x) * nan).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        left = residuals_by_name(session._steps._model_state.state["gradient"]).get("weight", torch.zeros(8, 16))
+        left = residuals_by_name(session.state_dict()["state"]["gradient"]).get("weight", torch.zeros(8, 16))
     own = x.sum(0).expand(8, 16) * (steps - void)
     if new == "ddp()" and steps > 36:
         assert not left.any()

@@ -1,4 +1,4 @@
-"""The guard: what it measures, when it speaks, and that all workers act as one."""
+"""The guard: what it measures, when it logs, and that all workers act as one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.codecs.feedback import residuals_by_name
-from laconic.session.health import SKETCH, Sketcher, health_of
+from laconic.guard import SKETCH, Sketcher, health_of
 from tests.session.models import assert_equal_bits, weights
 from tests.workers import run_workers
 
@@ -42,19 +42,19 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _train(worker: int, kind: str, plan: str, guard: Any, steps: int = 24) -> dict[str, Any]:
+def _train(worker: int, kind: str, plan: str, guard: laconic.Guard | None, steps: int = 24) -> dict[str, Any]:
     """Gradients are the weights' distance from random targets, of full rank: what a low rank loses stays lost."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("laconic.session.guard").addHandler(handler)
+    logging.getLogger("laconic.guard").addHandler(handler)
     torch.manual_seed(0)
     module = nn.Linear(48, 48, bias=False)
     model: nn.Module = DistributedDataParallel(module) if kind == "ddp" else module
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x, y = torch.eye(48), torch.randn(48, 48, generator=_seeded(100))
     plans = []
-    with laconic.attach(laconic.plan(plan), model, optimizer, guard=guard) as session:
+    with laconic.attach(laconic.plan(plan), model, optimizer, observers=[guard] if guard else []) as session:
         for step in range(steps):
             noise = torch.randn(48, 48, generator=_seeded(10 * step + worker))
             ((model(x) - y - noise) ** 2).sum().backward()
@@ -86,7 +86,7 @@ def test_a_weak_plan_becomes_stronger_on_all_workers_within_the_budget(kind):
 def test_it_warns_once_and_changes_nothing():
     here, _ = run_workers(_train, 2, ("bare", WEAK, laconic.Guard("warn", every=2)))
     assert set(here["plans"]) == {WEAK}
-    assert len(here["lines"]) == 1 and 'or guard="act"' in here["lines"][0]
+    assert len(here["lines"]) == 1 and 'or Guard("act")' in here["lines"][0]
 
 
 @pytest.mark.parametrize("plan", ["ddp()", "Plan(codec=ErrorFeedback(codec=Quantized(bits=8)))", "alone()"])
@@ -97,27 +97,27 @@ def test_healthy_plans_are_left_alone(plan):
     assert (here["health"] is None) == (plan == "alone()")
 
 
-@pytest.mark.parametrize("schedule", ["PostLocal(start=1, period=2)", "Streaming(period=4, fragments=1, delay=1)"])
+@pytest.mark.parametrize("schedule", ["Every(period=2)", "Streaming(period=4, fragments=1, delay=1)"])
 def test_deltas_are_measured_and_get_a_stronger_codec(schedule):
-    plan = f"Plan(schedule={schedule}, codec=ErrorFeedback(codec=LowRank(rank=1)), outer=Adopt())"
+    plan = f"Plan(schedule={schedule}, codec=ErrorFeedback(codec=LowRank(rank=1)))"
     here, there = run_workers(_train, 2, ("bare", plan, laconic.Guard("act", every=2, limit=0.5)))
     assert here["plans"] == there["plans"] and len(set(here["plans"])) > 1
     assert here["health"] == there["health"]
 
 
 def test_without_a_guard_nothing_is_measured_or_sent():
-    here, _ = run_workers(_train, 2, ("ddp", WEAK, "off"))
-    watched, _ = run_workers(_train, 2, ("ddp", WEAK, "warn"))
+    here, _ = run_workers(_train, 2, ("ddp", WEAK, None))
+    watched, _ = run_workers(_train, 2, ("ddp", WEAK, laconic.Guard("warn")))
     assert here["health"] is None and watched["health"] is not None
     extra = len(watched["all"]) - len(here["all"])
-    assert extra == 6  # in 24 steps
+    assert extra == 1 + 6  # at attach; in 24 steps
     assert_equal_bits([here["weights"], watched["weights"]])
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"mode": "on"}, r"attach\(guard='on'\): it must be \"off\", \"warn\", \"act\""),
+        ({"mode": "on"}, r"Guard\('on'\): it must be \"warn\" or \"act\". Leave the guard out for none."),
         ({"budget": 0}, r"Guard\(budget=0\): it is a share of the bytes of ddp\(\)"),
         ({"limit": -1}, r"Guard\(limit=-1\): it must be a number above 0"),
         ({"every": 0}, r"Guard\(every=0\): it must be a whole number of steps"),

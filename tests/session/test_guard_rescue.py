@@ -26,13 +26,15 @@ def _train(
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("laconic.session.guard").addHandler(handler)
+    logging.getLogger("laconic.guard").addHandler(handler)
     train, validation = text.load(None, CONTEXT)
     model = GPT(layers=4, width=128, heads=4, seed=seed)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     seen: list[laconic.Health] = []
-    with laconic.attach(laconic.plan(plan), ddp, optimizer, guard=guard) as session:
+    with laconic.attach(
+        laconic.plan(plan), ddp, optimizer, observers=[laconic.Guard(guard)] if guard else []
+    ) as session:
         for step in range(1, steps + 1):
             optimizer.param_groups[0]["lr"] = 3e-3 * lr_share(step, steps)
             loss_of(ddp, text.batch(train, BATCH, CONTEXT, (seed, worker, step))).backward()
@@ -54,7 +56,7 @@ def test_a_plan_that_is_too_weak_is_noticed_and_rescued_and_a_healthy_one_is_lef
         name: run_workers(_train, WORKERS, (plan, guard), timeout_s=900)
         for name, plan, guard in (
             ("ddp", "ddp()", "act"),
-            ("alone", "alone()", "off"),
+            ("alone", "alone()", None),
             ("weak", "power_sgd(rank=1)", "warn"),
             ("rescued", "power_sgd(rank=1)", "act"),
             ("healthy", "power_sgd(rank=32)", "act"),

@@ -97,9 +97,9 @@ def test_a_scale_that_the_session_cannot_read_is_refused():
 def test_gradients_averaged_before_they_are_unscaled_are_refused():
     module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.2)
-    session = laconic.attach(
-        laconic.power_sgd(rank=2, bits=None, rounds="alternating"), module, optimizer, compress_alone=True
-    )
+    plan = laconic.power_sgd(rank=2, bits=None, rounds="alternating")
+    session = laconic.attach(plan, module, optimizer)
+    session.wrap_codec(lambda _: plan.codec)
     scaler = torch.amp.GradScaler("cpu")
     x, y = batch(0, 0)
     scaler.scale(F.cross_entropy(module(x), y)).backward()

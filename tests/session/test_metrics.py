@@ -35,7 +35,7 @@ def _train(worker: int, plan: str, measure: bool, ddp: bool = False, steps: int 
     model: nn.Module = DistributedDataParallel(module) if ddp else module
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     seen: list[dict[str, float]] = []
-    with laconic.attach(laconic.plan(plan), model, optimizer, guard=laconic.Guard("warn", every=2)) as session:
+    with laconic.attach(laconic.plan(plan), model, optimizer, observers=[laconic.Guard("warn", every=2)]) as session:
         for step in range(steps):
             x = torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + worker))
             loss = (model(x) - x.flip(1)).square().mean()
@@ -137,7 +137,9 @@ def test_the_worker_that_is_early_has_waited(kind, plan):
 def test_a_world_of_one_waits_for_nobody_and_sends_nothing():
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.attach(laconic.power_sgd(rank=1), model, optimizer, compress_alone=True) as session:
+    plan = laconic.power_sgd(rank=1)
+    with laconic.attach(plan, model, optimizer) as session:
+        session.wrap_codec(lambda _: plan.codec)
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         found = session.metrics()
@@ -171,7 +173,7 @@ def _noted(worker: int, folder: str) -> tuple[list[str], Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     ledger = laconic.Ledger(Path(folder) / f"{worker}.jsonl")
     guard = laconic.Guard("warn", every=2)
-    with laconic.attach(laconic.power_sgd(rank=1), model, optimizer, ledger=ledger, guard=guard) as session:
+    with laconic.attach(laconic.power_sgd(rank=1), model, optimizer, ledger=ledger, observers=[guard]) as session:
         for _ in range(6):
             model(torch.randn(64, 48)).square().mean().backward()
             optimizer.step()

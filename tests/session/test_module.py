@@ -338,7 +338,7 @@ def test_bad_arguments_are_named():
     module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"attach\('ddp\(\)', ...\): the first argument is a Plan.*laconic.plan"):
-        laconic.attach("ddp()", module, optimizer)  # type: ignore[arg-type]
+        laconic.attach("ddp()", module, optimizer)
     with pytest.raises(TypeError, match="the second argument is the model"):
         laconic.attach(laconic.ddp(), optimizer, module)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"a torch.optim.Optimizer, or several in a list, not an empty list"):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import laconic
 from laconic.checkpoint.workers import lowest_and_highest
 from laconic.comm.queue import CollectiveQueue
-from laconic.session.anchor import Anchors
+from laconic.session.weights import Anchors
 from laconic.torch_private.distributed import ordered_by_stream
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import listen, run_workers

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
-from laconic.session.unwrap import optimizer_inside
+from laconic.session.foreign import optimizer_inside
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import WorkerError, listen, run_workers
 

@@ -63,7 +63,7 @@ def code_role(
 ) -> tuple[list[nodes.Node], list[nodes.system_message]]:
     """Show `text` as code, and link it where it names something that the site documents.
 
-    `attach(guard=...)` leads to `attach`. What is not documented stays plain code.
+    `attach(commit=...)` leads to `attach`. What is not documented stays plain code.
     """
     shown = nodes.literal(raw, nodes.unescape(text), classes=["xref", "py"])
     match = re.fullmatch(r"([A-Za-z_][\w.]*)(\(.*\))?", text, re.S)

@@ -16,7 +16,7 @@ from laconic.comm.collectives import launch
 from laconic.comm.queue import CollectiveQueue, resolved
 from laconic.exchange import Averaged, Decide, Done, Exchange, Peers, State, advance
 from laconic.ledger import Ledger
-from laconic.session.bucket_queue import Average, BucketQueue
+from laconic.session.ddp import Average, BucketQueue
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket

@@ -26,7 +26,7 @@ from laconic.codecs.batched import name_of, side_of
 from laconic.codecs.contract import wide_dtype
 from laconic.exchange import Averaged, Exchange, State
 from laconic.ledger import Ledger
-from laconic.session.bucket_queue import as_laid_out
+from laconic.session.ddp import as_laid_out
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

@@ -41,8 +41,9 @@ from laconic.tools.compare.records import (
 )
 from laconic.tools.compare.runs import Goal
 from laconic.tools.compare.validating import Validator, mean_over, number
-from laconic.tools.launch.links import Link, collective_s, framing_bytes, link
+from laconic.tools.launch.links import Link, framing_bytes, link
 from laconic.tools.launch.namespaces import CONTROL_INTERFACE_VARIABLE, INTERFACE_VARIABLE
+from laconic.tools.planner.network import collective_s
 
 FOLDER = "LACONIC_REPORT"
 GOAL = "goal.json"

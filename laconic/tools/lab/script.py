@@ -51,7 +51,8 @@ def train(lab: Lab, steps: int, task: Task) -> None:
     first_loss = validation_loss(task.model, task.validation)
     model = DistributedDataParallel(task.model, bucket_cap_mb=lab.bucket_mb)
     optimizer = AdamW(model.parameters(), lr=lab.lr, betas=(0.9, 0.95), weight_decay=0.01)
-    with laconic.attach(laconic.plan_from_env(), model, optimizer, guard=lab.guard) as session:
+    guards = [] if lab.guard == "off" else [laconic.Guard(lab.guard)]
+    with laconic.attach(laconic.plan_from_env(), model, optimizer, observers=guards) as session:
         loss = torch.tensor(first_loss)
         session.report(loss=loss, validation=first_loss)  # before the first step
         for step in range(1, steps + 1):

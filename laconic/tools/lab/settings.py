@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import get_args
+from typing import Literal, TypeAlias, get_args
 
-from laconic.session.guard import Mode
 from laconic.tools.errors import UsageError, check_count, check_positive
 from laconic.tools.launch.workers import python
 from laconic.values import is_whole
 
+Guarding: TypeAlias = Literal["off", "warn", "act"]
 MODELS = ("gpt", "resnet")
 STEPS = 300
 HEAD_WIDTH = 32
@@ -39,7 +39,7 @@ class Lab:
     seed: int = 0
     data: Path | None = None
     bucket_mb: float = 25.0
-    guard: Mode = "off"
+    guard: Guarding = "off"
 
     title = "the lab's training"
 
@@ -50,8 +50,10 @@ class Lab:
             check_positive(name, getattr(self, name))
         if not (is_whole(self.seed, least=0) and self.seed < 2**63):
             raise UsageError(f"--seed {self.seed}: a seed is between 0 and 2**63 - 1. Use --seed 0.")
-        if self.guard not in get_args(Mode):
-            raise UsageError(f"--guard {self.guard}: it must be one of {', '.join(get_args(Mode))}. Use --guard warn.")
+        if self.guard not in get_args(Guarding):
+            raise UsageError(
+                f"--guard {self.guard}: it must be one of {', '.join(get_args(Guarding))}. Use --guard warn."
+            )
         if self.model not in MODELS:
             raise UsageError(f"--model {self.model}: the lab has {' and '.join(MODELS)}. Use --model gpt.")
         if self.model == "gpt":

@@ -1,4 +1,4 @@
-"""Links: the bandwidth of a network at each level, the time of a collective on it, and a link that is measured.
+"""Links: the bandwidth of a network at each level, and a link that is measured.
 
     link("100mbit", workers=4)                  four workers, each with a link of 100 Mbit/s
     link("2 @ 1gbit, 2 @ 50mbit", workers=4)    two workers per site at 1 Gbit/s, two sites connected by 50 Mbit/s
@@ -92,23 +92,6 @@ def link(text: str, workers: int | None = None) -> Link:
             "Change one of the two, or leave out the number of workers."
         )
     return found
-
-
-def collective_s(op: str, payload_bytes: float, workers: int, link: Link, latency_s: float = 0.0) -> float:
-    """The seconds of a collective on a link, as a ring, which gloo uses.
-
-    An all_reduce has 2(p−1) hops of 1/p of the payload, an all_to_all p−1, an all_gather p−1 of a whole payload. The
-    ring follows the order of the workers, so each switch between levels carries the traffic of one worker: the slowest
-    level decides.
-
-    >>> round(collective_s("all_reduce", 1_000_000, workers=4, link=link("100mbit", workers=4)), 3)
-    0.12
-    """
-    if workers < 2:
-        return 0.0
-    hops = 2 * (workers - 1) if op == "all_reduce" else workers - 1
-    piece = payload_bytes / workers if op in ("all_reduce", "all_to_all") else payload_bytes
-    return hops * (latency_s + piece * 8 / link.slowest_bps)
 
 
 def framing_bytes(op: str, payload_bytes: int, workers: int) -> int:

@@ -1,4 +1,4 @@
-"""The observer of `auto()`: measures the network and the steps of a training, and chooses a plan of the front.
+"""`auto()`: the plan that measures the network and the steps of a training, and goes on with a plan of the front.
 
 At `attach`, collectives and codecs are measured for a few seconds. Ten steps later the time of a step is known, too:
 the plan that reaches the same loss first is predicted as `laconic plan` does, and all workers go on with it.
@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from laconic.cost import meta
-from laconic.plans.methods import ddp
-from laconic.plans.text import plan as parse_plan
+from laconic.plans.methods import ddp, power_sgd
+from laconic.plans.plan import Plan
+from laconic.plans.text import register
 from laconic.session.observers import StepObserver
 from laconic.session.session import Session
-from laconic.tools.planner.advice import WORTH
+from laconic.tools.planner.forecast import WORTH, Forecast
 from laconic.tools.planner.front import PLANS
-from laconic.tools.planner.measured_network import MeasuredNetwork
-from laconic.tools.planner.meter import Meter
+from laconic.tools.planner.measure import Meter, time_codec, time_collective
+from laconic.tools.planner.network import MeasuredNetwork
 from laconic.tools.planner.predict import Prediction, Scenario
-from laconic.tools.planner.probe_compute import time_codec
-from laconic.tools.planner.probe_data import OPS, WORLD, CodecTiming, Timing
-from laconic.tools.planner.probe_network import time_collective
-from laconic.tools.planner.rows import Forecast
+from laconic.tools.planner.probe_data import OPS, WORLD, Timing
 from laconic.tools.planner.shapes import Shapes
 
 logger = logging.getLogger(__name__)
@@ -39,9 +38,31 @@ WARM_UP_STEPS = 2
 MEASURED_STEPS = 8
 
 
-def observer() -> AutoObserver:
-    """Make the observer of one session."""
-    return AutoObserver()
+@dataclass(frozen=True, repr=False)
+class AutoPlan(Plan):
+    """Begins as `power_sgd()`, which sends little and keeps the workers equal, until its observer can choose."""
+
+    def observer(self) -> AutoObserver:
+        """Return the observer that chooses."""
+        return AutoObserver()
+
+    def __repr__(self) -> str:
+        return "auto()"
+
+
+def auto() -> Plan:
+    """Measure the network for a few seconds, and go on with the plan of the measured front that fits it.
+
+    Which one is chosen, and why, is logged; `session.change(plan)` overrules it. docs/plan.md has the rule.
+
+    >>> auto()
+    auto()
+    """
+    start = power_sgd()
+    return AutoPlan(start.schedule, start.codec)
+
+
+register(auto)
 
 
 class AutoObserver(StepObserver):
@@ -49,10 +70,10 @@ class AutoObserver(StepObserver):
 
     def __init__(self) -> None:
         self._timings: tuple[Timing, ...] = ()
-        self._codecs: tuple[CodecTiming, ...] = ()
+        self._codec_s: dict[Plan, float] = {}
         self._last: float | None = None
         self._steps: list[float] = []
-        self._talked = 0.0
+        self._sending_s = 0.0
 
     def attached(self, session: Session) -> None:
         """Measure collectives and codecs, on all workers together."""
@@ -68,9 +89,8 @@ class AutoObserver(StepObserver):
         meter = Meter(device, device if dist.get_backend() != "gloo" else torch.device("cpu"))
         try:
             shapes = {name: tuple(p.shape) for name, p in session.parameters.items()}
-            plans = [each for each in map(parse_plan, PLANS) if each.schedule.fragments <= len(shapes)]
-            self._codecs = tuple(time_codec(meter, each, shapes, REPEAT_S) for each in plans)
-            timed = [time_collective(meter, op, WORLD, meter.workers, LONGEST_S) for op in OPS]
+            self._codec_s = {each: time_codec(meter, each, shapes, REPEAT_S).seconds for each in PLANS}
+            timed = [time_collective(meter, op, WORLD, LONGEST_S) for op in OPS]
             self._timings = tuple(timing for of_one in timed for timing in of_one)
         finally:
             meter.close()
@@ -79,10 +99,11 @@ class AutoObserver(StepObserver):
         """Measure a step; choose a plan when enough are measured."""
         if not self._timings:
             return
-        now, talked = time.perf_counter(), _talking_s(session)
-        if self._last is not None:
-            self._steps.append(max(0.1 * (now - self._last), now - self._last - (talked - self._talked)))
-        self._last, self._talked = now, talked
+        now, sending_s = time.perf_counter(), session.ledger.seconds
+        if self._last is not None:  # without what the step has spent in collectives
+            took_s = now - self._last
+            self._steps.append(max(0.1 * took_s, took_s - (sending_s - self._sending_s)))
+        self._last, self._sending_s = now, sending_s
         if len(self._steps) == WARM_UP_STEPS + MEASURED_STEPS:
             self._choose(session)
             self._timings = ()
@@ -90,11 +111,10 @@ class AutoObserver(StepObserver):
     def _choose(self, session: Session) -> None:
         mine_us = round(1e6 * median(self._steps[WARM_UP_STEPS:]))
         compute_s = max(row[0] for row in session.gather([mine_us])) / 1e6
-        codec_s = {each.plan: each.seconds for each in self._codecs}
         network = MeasuredNetwork(self._timings, session.workers)
         shapes = Shapes(meta({name: p.shape for name, p in session.parameters.items()}))
-        scenario = Scenario(shapes, session.workers, network, compute_s, codec_s=codec_s)
-        forecast = Forecast([parse_plan(text) for text in codec_s], scenario)
+        scenario = Scenario(shapes, session.workers, network, compute_s, codec_s=self._codec_s)
+        forecast = Forecast(list(self._codec_s), scenario)
         chosen = choice(forecast)
         leads = session.group is None or session.group.rank() == 0
         session.change(chosen.plan)
@@ -107,10 +127,6 @@ def choice(forecast: Forecast) -> Prediction:
     best = forecast.ranked[0]
     sooner = best.sooner_than(forecast.ddp) or 0.0
     return best if best.plan == ddp() or sooner >= WORTH else forecast.ddp
-
-
-def _talking_s(session: Session) -> float:
-    return sum(total.seconds for total in session.ledger.totals(by="phase").values())
 
 
 def _message(forecast: Forecast, chosen: Prediction, step: int) -> str:

@@ -1,44 +1,62 @@
 """A probe: everything that is measured before a plan is chosen, in under a minute.
 
-`run_probe` runs on every worker of a process group. `launch_probe` (probe_launch.py) starts workers for it.
+`run_probe` measures as one worker of a process group. `launch_probe` starts workers on this machine that do: this file
+is also their program, `python -m laconic.tools.planner.probe FOLDER`.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import asdict, dataclass, replace
+from itertools import count, pairwise
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never
 from laconic.plans.text import plan as parse_plan
+from laconic.tools.compare.running import launch
+from laconic.tools.compare.runs import Goal, Run
 from laconic.tools.errors import UsageError, check_positive
+from laconic.tools.lab.settings import Lab
+from laconic.tools.lab.tasks import loss_of, make_task
+from laconic.tools.launch.failures import WorkerError
+from laconic.tools.launch.folders import run_folder
+from laconic.tools.launch.tail import following
+from laconic.tools.launch.workers import Network, python, run_workers
 from laconic.tools.machine import versions
 from laconic.tools.planner.front import PLANS
-from laconic.tools.planner.meter import Meter, devices
-from laconic.tools.planner.probe_compute import time_codec, time_copy, time_step
-from laconic.tools.planner.probe_data import OPS, WORLD, LinkTiming, Probe, Timing
-from laconic.tools.planner.probe_network import time_collective, time_links
-from laconic.tools.planner.probed_model import load_model
+from laconic.tools.planner.measure import Meter, devices, time_codec, time_collective, time_step
+from laconic.tools.planner.probe_data import OPS, ModelShapes, Probe, StepTiming
+from laconic.tools.planner.shapes import users_function
 
 Show = Callable[[float, str], None]
 """Takes the share of the probe that is done, from 0 to 1, and what is measured now."""
+PROGRESS = "progress.jsonl"
+STEPS, STEPS_S, WARM_UP_STEPS = 60, 15.0, 3
+"""Of a script: how many steps it is asked for, in how many seconds, and how many do not count."""
+RULE = (
+    "The function takes no argument, and returns a torch.nn.Module, or a module and a function that computes the loss "
+    "of its next batch"
+)
 
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """What to measure. Without `model`, it is the lab's, by the arguments `lab` of its script.
+    """What to measure: the lab's model, or that of a "module:function", under the plans of the front and others.
 
-    `plans` are measured besides those of the front. `longest_s` is the time of the largest collective.
+    `longest_s` is the time of the largest collective. `link` is the one that was asked for, kept for the file.
     """
 
-    lab: tuple[str, ...] = ()
     model: str | None = None
-    plans: tuple[str, ...] = ()
+    plans: tuple[Plan, ...] = ()
     front: bool = True
     groups: tuple[int, ...] = ()
     device: str = "auto"
@@ -48,32 +66,21 @@ class ProbeOptions:
     def check(self, workers: int) -> None:
         """Refuse mistakes before any worker starts."""
         check_positive("longest", self.longest_s)
-        for text in self.plans:
-            parse_plan(text)
         for size in self.groups:
             if size < 2 or workers % size:
                 raise UsageError(
                     f"--groups {size}: {workers} workers cannot be divided into groups of {size}. "
                     f"Choose a size from 2 on that divides {workers}."
                 )
+        if self.model is not None and ":" not in self.model:
+            raise UsageError(f"--model {self.model}: write module:function. {RULE}.")
         if self.device not in ("auto", "cpu", "cuda"):
             raise UsageError(f"--device {self.device}: use cpu or cuda, or leave it out for cuda where there is one.")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda: torch finds no CUDA device here. Leave it out, or install torch for CUDA.")
 
 
-class _Stages:
-    """Shows which stage runs. All stages count alike."""
-
-    def __init__(self, total: int, show: Show) -> None:
-        self._total, self._show = total, show
-        self._numbers = count()
-
-    @contextmanager
-    def stage(self, text: str) -> Iterator[Callable[[float], None]]:
-        number = next(self._numbers)
-        self._show(number / self._total, text)
-        yield lambda share: self._show((number + share) / self._total, text)
+# 1. As one worker of a process group.
 
 
 @contextmanager
@@ -89,8 +96,7 @@ def process_group(device: str) -> Iterator[None]:
 
 def run_probe(options: ProbeOptions, show: Show = lambda done, text: None) -> Probe:
     """Measure as one worker of the default process group; every worker calls it, and gets the same result."""
-    device, wire = devices(options.device)
-    meter = Meter(device, wire, options.groups)
+    meter = Meter(*devices(options.device), options.groups)
     try:
         return _measure(meter, options, show)
     finally:
@@ -98,29 +104,25 @@ def run_probe(options: ProbeOptions, show: Show = lambda done, text: None) -> Pr
 
 
 def _measure(meter: Meter, options: ProbeOptions, show: Show) -> Probe:
-    probed = load_model(options.model, options.lab, meter.worker, meter.device)
-    shapes = probed.shapes
-    plans = _plans(options, len(shapes.shapes))
-    levels = {**meter.sizes, **({WORLD: meter.workers} if meter.workers > 1 else {})}
-    stages = _Stages(3 + len(levels) * len(OPS) + len(plans), show)
-    with stages.stage("memory"):
-        memory = time_copy(meter)
-    with stages.stage(f"a training step of {probed.name}"):
-        step = None if probed.loss is None else time_step(meter, probed.model, probed.loss)
+    name, model, loss = load_model(options.model, meter.worker, meter.device)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    plans = _plans(options)
+    stages, numbers = 1 + len(plans) + len(meter.levels) * len(OPS), count()
+
+    def stage(text: str) -> None:  # all stages count alike
+        show(next(numbers) / stages, text)
+
+    stage(f"a training step of {name}")
+    step = None if loss is None else time_step(meter, model, loss)
     codecs = []
     for plan in plans:
-        with stages.stage(f"codec of {plan}"):
-            codecs.append(time_codec(meter, plan, shapes.shapes))
-    timings: list[Timing] = []
-    for level, size in levels.items():
+        stage(f"codec of {plan}")
+        codecs.append(time_codec(meter, plan, shapes))
+    timings = []
+    for level, size in meter.levels.items():
         for op in OPS:
-            with stages.stage(f"{op} among {size} workers ({level})"):
-                timings += time_collective(meter, op, level, size, options.longest_s)
-    links: list[LinkTiming] = []
-    together = False
-    with stages.stage("links between hosts") as progress:
-        if len(meter.hosts) > 1:
-            links, together = time_links(meter, progress)
+            stage(f"{op} among {size} workers ({level})")
+            timings += time_collective(meter, op, level, options.longest_s)
     show(1.0, "done")
     return Probe(
         workers=meter.workers,
@@ -130,24 +132,84 @@ def _measure(meter: Meter, options: ProbeOptions, show: Show) -> Probe:
         threads=torch.get_num_threads(),
         timings=tuple(timings),
         codecs=tuple(codecs),
-        memory=memory,
-        model=shapes,
+        model=ModelShapes(name, shapes),
         step=step,
-        links=tuple(links),
-        links_together=together,
         link=options.link,
         versions=versions(),
     )
 
 
-def _plans(options: ProbeOptions, tensors: int) -> list[Plan]:
-    """The plans to measure, each once: those of the front that fit the model, and those that were asked for."""
-    front = [parse_plan(text) for text in PLANS if options.front]
-    asked = [parse_plan(text) for text in options.plans]
-    for plan in asked:
-        try:
-            plan.check_fragments(tensors)
-        except ValueError as error:
-            raise UsageError(f"--plan {error}") from None
-    chosen = [*(plan for plan in front if plan.schedule.fragments <= tensors), *asked]
+def _plans(options: ProbeOptions) -> list[Plan]:
+    """The plans to measure, each once: those of the front, and those that were asked for."""
+    chosen = [*(PLANS if options.front else ()), *options.plans]
     return [plan for plan in dict.fromkeys(chosen) if not isinstance(plan.schedule, Never)]
+
+
+def load_model(
+    name: str | None, worker: int, device: torch.device
+) -> tuple[str, nn.Module, Callable[[], Tensor] | None]:
+    """Make the lab's model, or that of "module:function"; with a function of its next loss, if there is one."""
+    if name is None:
+        task, steps = make_task(Lab()), count(1)
+        model = task.model.to(device)
+
+        def loss() -> Tensor:
+            inputs, targets = task.draw(worker, next(steps))
+            return loss_of(model, (inputs.to(device), targets.to(device)))
+
+        return "the lab's gpt", model, loss
+    try:
+        with users_function(name) as make, torch.device(device):
+            made = make()
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"--model {name}: {error}. Write module:function. {RULE}.") from error
+    users_model, users_loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(users_model, nn.Module) or not (users_loss is None or callable(users_loss)):
+        raise UsageError(f"--model {name}: it returned {type(made).__name__}. {RULE}.")
+    return name, users_model.to(device), users_loss
+
+
+# 2. On workers that are started here.
+
+
+def launch_probe(options: ProbeOptions, workers: int, network: Network, show: Show) -> Probe:
+    """Start workers, on hosts of their own if there is a link, and return what they have measured."""
+    given = asdict(replace(options, plans=())) | {"plans": [repr(plan) for plan in options.plans]}
+    with run_folder() as folder:
+        (folder / "options.json").write_text(json.dumps(given))
+        with following([folder / PROGRESS], lambda line: show(*json.loads(line))):
+            run_workers(python("-m", __name__, str(folder)), workers, folder, network, title="the probe")
+        return Probe.read(folder / "probe.json")
+
+
+def script_step(run: Run, network: Network) -> StepTiming:
+    """Run a user's script, whose plan is alone(), for a few steps, and return the seconds of worker 0's."""
+    with run_folder() as folder:
+        points = launch(replace(run, goal=Goal(STEPS, STEPS_S)), folder, network).curve
+    took = [(b.seconds - a.seconds) / (b.step - a.step) for a, b in pairwise(points[WARM_UP_STEPS:])]
+    found = tuple(each for each in took if each > 0)
+    if not found:
+        raise WorkerError(
+            f"{run.training.title}: it ended after {len(points)} reports, and more than {WARM_UP_STEPS + 1} "
+            f"are needed. Let it train for {STEPS} steps."
+        )
+    return StepTiming(found)
+
+
+def _main(folder: Path) -> None:
+    given = json.loads((folder / "options.json").read_text())
+    plans = tuple(map(parse_plan, given.pop("plans")))
+    options = ProbeOptions(**given | {"plans": plans, "groups": tuple(given["groups"])})
+    with process_group(options.device):
+        first = os.environ["RANK"] == "0"
+        with (folder / PROGRESS if first else Path(os.devnull)).open("w", buffering=1) as progress:
+            probe = run_probe(options, lambda done, text: print(json.dumps([done, text]), file=progress))
+        if first:
+            probe.write(folder / "probe.json")
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    # A thread of gloo may release its last tensor only now, and abort an interpreter that shuts down (torch 2.13).
+    os._exit(0)

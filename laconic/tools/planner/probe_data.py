@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 from laconic.atomic_write import write_atomically
 from laconic.ledger import wire_bytes
-from laconic.tools.planner.decode import DecodeError, decode
-from laconic.tools.planner.fit import Fit, fit, interpolated
+from laconic.values import is_number, is_whole
 
-FORMAT = 1
+FORMAT = 2
 """Of the file. A change that old code cannot read raises it."""
 OPS = ("all_reduce", "all_gather", "all_to_all")
 WORLD, MACHINE = "world", "machine"
@@ -35,6 +35,9 @@ class Sampled:
 
     samples: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        check_samples(self.samples)
+
     @property
     def seconds(self) -> float:
         """The median."""
@@ -42,8 +45,11 @@ class Sampled:
 
     @property
     def spread(self) -> float:
-        """Half of the interquartile range, relative to the median."""
-        return spread(self.samples)
+        """Half of the interquartile range, relative to the median; 0 for one sample."""
+        if len(self.samples) < 2:
+            return 0.0
+        low, middle, high = quantiles(self.samples, n=4, method="inclusive")
+        return (high - low) / 2 / middle
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Timing(Sampled):
             raise ValueError(
                 f"{self.workers} workers and {self.bytes} bytes: there must be 2 workers and 1 byte or more"
             )
-        check_samples(self.samples)
+        super().__post_init__()
 
     @property
     def hops(self) -> int:
@@ -84,20 +90,6 @@ class Timing(Sampled):
 
 
 @dataclass(frozen=True)
-class LinkTiming:
-    """The link from one host to another, by index: seconds of a small message one way, and bits per second."""
-
-    sender: int
-    receiver: int
-    latency_s: float
-    bandwidth_bps: float
-
-    def __post_init__(self) -> None:
-        if self.latency_s < 0 or self.bandwidth_bps <= 0:
-            raise ValueError(f"a latency of {self.latency_s} s and {self.bandwidth_bps} bit/s: both must be positive")
-
-
-@dataclass(frozen=True)
 class CodecTiming(Sampled):
     """The seconds of a plan's own computation when every trained tensor is encoded and decoded once.
 
@@ -107,32 +99,13 @@ class CodecTiming(Sampled):
     plan: str
     samples: tuple[float, ...]
 
-    def __post_init__(self) -> None:
-        check_samples(self.samples)
-
-
-@dataclass(frozen=True)
-class CopyTiming(Sampled):
-    """The seconds to copy `bytes` bytes in the memory of the device."""
-
-    bytes: int
-    samples: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        check_samples(self.samples)
-
-    @property
-    def bandwidth_bps(self) -> float:
-        """The bits that are read and written per second."""
-        return 2 * 8 * self.bytes / self.seconds
-
 
 @dataclass(frozen=True)
 class StepTiming(Sampled):
     """The seconds of training steps without synchronising, while all workers compute.
 
-    `samples` are whole steps, the others their parts; a script reports whole steps alone. `by_worker` has the median of
-    each worker: a straggler is there.
+    `samples` are whole steps. Forward, backward and the optimizer by themselves are not known of a script. `by_worker`
+    has the median of each worker, where a straggler shows.
     """
 
     samples: tuple[float, ...]
@@ -142,15 +115,9 @@ class StepTiming(Sampled):
     by_worker: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_samples(self.samples)
-        for parts in (self.forward_s, self.backward_s, self.optimizer_s, self.by_worker):
-            check_samples(parts or self.samples)
-
-    @property
-    def backward_share(self) -> float | None:
-        """The share of backward in a step; None if it was not measured."""
-        parts = (self.forward_s, self.backward_s, self.optimizer_s)
-        return median(self.backward_s) / sum(map(median, parts)) if all(parts) else None
+        super().__post_init__()
+        for each in (self.forward_s, self.backward_s, self.optimizer_s, self.by_worker):
+            check_samples(each or self.samples)
 
 
 @dataclass(frozen=True)
@@ -159,7 +126,11 @@ class ModelShapes:
 
     name: str
     shapes: dict[str, tuple[int, ...]]
-    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name, shape in self.shapes.items():
+            if not all(is_whole(size, least=0) for size in shape):
+                raise ValueError(f"the shape of {name} is {shape!r}, and must be a list of whole numbers")
 
     @property
     def parameters(self) -> int:
@@ -178,12 +149,8 @@ class Probe:
     threads: int
     timings: tuple[Timing, ...]
     codecs: tuple[CodecTiming, ...]
-    memory: CopyTiming
     model: ModelShapes
     step: StepTiming | None = None
-    links: tuple[LinkTiming, ...] = ()
-    links_together: bool = False
-    """Whether disjoint pairs of hosts were measured at the same time, and may have shared a link."""
     link: str | None = None
     """The link that was asked for with --link."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -191,34 +158,15 @@ class Probe:
     def __post_init__(self) -> None:
         if sorted(worker for host in self.hosts for worker in host) != list(range(self.workers)):
             raise ValueError(f"hosts is {self.hosts}, and must have each of the workers 0 to {self.workers - 1} once")
-        for each in self.links:
-            if not (0 <= each.sender < len(self.hosts) and 0 <= each.receiver < len(self.hosts)):
-                raise ValueError(f"links has {each.sender} to {each.receiver}, and there are {len(self.hosts)} hosts")
 
     @property
     def levels(self) -> dict[str, int]:
         """The workers in one group of each level that was measured."""
         return {each.level: each.workers for each in self.timings}
 
-    def of(self, op: str, level: str = WORLD) -> list[Timing]:
+    def of(self, op: str, level: str = WORLD) -> tuple[Timing, ...]:
         """Return the timings of a collective."""
-        chosen = [each for each in self.timings if each.op == op and each.level == level]
-        if not chosen:
-            known = ", ".join(f"{op} of {level!r}" for op, level in {(t.op, t.level): None for t in self.timings})
-            raise ValueError(f"{op} of {level!r} was not measured. Measured: {known or 'none'}.")
-        return chosen
-
-    def fit(self, op: str, level: str = WORLD) -> Fit:
-        """Fit latency and bandwidth of a collective."""
-        return fit(self.of(op, level))
-
-    def seconds(self, op: str, payload_bytes: float, level: str = WORLD) -> float:
-        """Return the seconds of a collective of any size, interpolated between those measured."""
-        return interpolated(self.of(op, level), payload_bytes)
-
-    def codec_seconds(self, plan: str) -> float | None:
-        """Return the seconds of a plan's own computation, by its text as a plan prints it; None if not measured."""
-        return next((each.seconds for each in self.codecs if each.plan == plan), None)
+        return tuple(each for each in self.timings if each.op == op and each.level == level)
 
     def to_json(self) -> str:
         """Return the text of the file."""
@@ -237,8 +185,16 @@ class Probe:
         if found != FORMAT:
             raise ProbeError(f"format {found!r} of a probe: this laconic reads {FORMAT}. Run laconic probe again.")
         try:
-            return decode(Probe, fields)
-        except DecodeError as error:
+            fields = {name: _frozen(value) for name, value in fields.items()}
+            step = fields.pop("step")
+            return Probe(
+                timings=tuple(Timing(**each) for each in fields.pop("timings")),
+                codecs=tuple(CodecTiming(**each) for each in fields.pop("codecs")),
+                model=ModelShapes(**fields.pop("model")),
+                step=None if step is None else StepTiming(**step),
+                **fields,
+            )
+        except (TypeError, ValueError, KeyError) as error:
             raise ProbeError(f"this probe is damaged: {error}. Run laconic probe again.") from None
 
     def write(self, path: Path) -> None:
@@ -255,19 +211,14 @@ class Probe:
             raise ProbeError(f"{path}: {reason}") from None
 
 
-def spread(samples: Sequence[float]) -> float:
-    """Return half of the interquartile range over the median; 0 for one sample.
-
-    >>> spread([1.0, 2.0, 3.0]), spread([4.0])
-    (0.25, 0.0)
-    """
-    if len(samples) < 2:
-        return 0.0
-    low, middle, high = quantiles(samples, n=4, method="inclusive")
-    return (high - low) / 2 / middle
-
-
 def check_samples(samples: Sequence[float]) -> None:
     """Refuse samples that are empty or not above 0."""
-    if not samples or min(samples) <= 0:
+    if not samples or not all(is_number(each) and each > 0 for each in samples):
         raise ValueError(f"samples is {list(samples)}, and must have seconds above 0")
+
+
+def _frozen(value: Any) -> Any:
+    """Make tuples of the lists in a JSON value."""
+    if isinstance(value, dict):
+        return {key: _frozen(each) for key, each in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

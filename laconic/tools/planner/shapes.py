@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
-import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +18,6 @@ from torch import Tensor, nn
 from laconic.codecs.packing import in_buckets
 from laconic.cost import meta
 from laconic.tools.errors import UsageError
-from laconic.tools.planner.users_function import users_function
-
-_SCALE = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +39,8 @@ class Shapes:
         """Divide some of the tensors into what is sent together, in the order of the forward pass."""
         if not self.layers:
             return in_buckets(chosen)
-        parts = [[name for name in layer if name in chosen] for layer in self.layers]
-        return [part for part in parts if part]
+        units = [[name for name in layer if name in chosen] for layer in self.layers]
+        return [unit for unit in units if unit]
 
     def before(self, names: Sequence[str]) -> float:
         """Return the share of the parameters that come before the first of these in the forward pass."""
@@ -52,10 +52,8 @@ class Shapes:
         return passed / max(1, self.parameters)
 
 
-def from_count(parameters: int, layers: int | None = None, flat: bool = False) -> Shapes:
+def from_count(parameters: int, layers: int | None = None) -> Shapes:
     """Make the shapes of a transformer of so many parameters: matrices of its layers, and a vector of what is left.
-
-    With `flat`, each layer is one vector: what a number of bits is given for.
 
     >>> made = from_count(1_000_003, layers=4)
     >>> made.parameters, [tuple(made.tensors[name].shape) for name in made.layers[0]]
@@ -67,7 +65,7 @@ def from_count(parameters: int, layers: int | None = None, flat: bool = False) -
     groups = []
     for index in range(count):
         size = parameters // count + (index < parameters % count)
-        width = 0 if flat else math.isqrt(size // 12)
+        width = math.isqrt(size // 12)
         shapes = {
             "qkv": (3 * width, width),
             "merge": (width, width),
@@ -99,6 +97,17 @@ def from_module(place: str) -> Shapes:
     return Shapes(meta(model))
 
 
+@contextmanager
+def users_function(place: str) -> Iterator[Callable[..., Any]]:
+    """Import "module:function". Modules of the current folder are found too, also by the function in the block."""
+    module, _, name = place.partition(":")
+    sys.path.insert(0, "")
+    try:
+        yield getattr(importlib.import_module(module), name)
+    finally:
+        sys.path.remove("")
+
+
 def from_file(path: Path) -> Shapes:
     """Read shapes from a JSON file: {"layer.weight": [512, 512], ...}."""
     try:
@@ -109,16 +118,3 @@ def from_file(path: Path) -> Shapes:
     if not all(isinstance(size, list) and all(isinstance(n, int) and n >= 0 for n in size) for size in sizes):
         raise UsageError(f'--shapes {path}: write names and shapes, such as {{"layer.weight": [512, 512]}}.')
     return Shapes(meta({name: tuple(size) for name, size in found.items()}))
-
-
-def count_of(text: str) -> int:
-    """Read a number of parameters.
-
-    >>> count_of("1B"), count_of("350M"), count_of("30846720")
-    (1000000000, 350000000, 30846720)
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMbBgGtT]?)", text.strip())
-    number = float(match[1]) * _SCALE[match[2].lower()] if match else 0.0
-    if number < 1:
-        raise UsageError(f"--parameters {text}: write a number of at least 1, such as 30846720, 350M or 1.5B.")
-    return round(number)

@@ -64,9 +64,9 @@ def timeline(cycle: Sequence[Sequence[Message]], compute_s: float) -> Timeline:
     while number < settled + steps:
         if number == settled:
             began = now
-        if not due and not cycle[number % steps]:  # silent until the next message, or the end of the cycle
-            silent = next((index for index in busy if index > number % steps), steps) - number % steps
-            now, number = now + silent * compute_s, number + silent
+        if not due and not cycle[number % steps]:  # only computation until the next message, or the cycle's end
+            quiet = next((index for index in busy if index > number % steps), steps) - number % steps
+            now, number = now + quiet * compute_s, number + quiet
             continue
         for message in cycle[number % steps]:
             free = max(free, now + message.release_s) + message.seconds

@@ -12,8 +12,32 @@ from torch import Tensor
 
 from laconic.comm.in_process import Collective, Members
 from laconic.plans.schedules import Payload
+from laconic.tools.errors import UsageError
+from laconic.tools.planner.network import Network
 from laconic.tools.planner.timeline import Message, released_s
-from laconic.tools.simulate.conditions import Conditions
+from laconic.values import is_number
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How long computing and sending takes.
+
+    `step_s` is what a step computes for. `jitter` is its standard deviation, relative to it, drawn for each worker and
+    step. Without a network, sending takes no time.
+    """
+
+    step_s: float = 0.05
+    jitter: float = 0.0
+    network: Network | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not is_number(self.jitter) or self.jitter < 0:
+            raise UsageError(f"--jitter {self.jitter:g}: it must not be negative. Write --jitter 0.1 for 10 %.")
+
+    def collective_s(self, op: str, payload_bytes: float, workers: int) -> float:
+        """Return the seconds of a collective among `workers` neighbours."""
+        return 0.0 if self.network is None else self.network.seconds(op, payload_bytes, workers)
 
 
 def arrival(ready: Tensor, free: Tensor, queued: Sequence[Message], step_s: float) -> Tensor:
@@ -35,8 +59,7 @@ def arrival(ready: Tensor, free: Tensor, queued: Sequence[Message], step_s: floa
 class TimeUse:
     """What the seconds of all workers were used for, as shares of 1.
 
-    `stragglers` is waiting for slower workers, `link` waiting for what is sent, `faults` what was undone, and what a
-    fault has cost besides.
+    `stragglers` is waiting for slower workers, `link` waiting for what is sent, `faults` what was undone.
     """
 
     computing: float
@@ -45,7 +68,7 @@ class TimeUse:
     faults: float
 
     @staticmethod
-    def of(computing_s: float, stragglers_s: float, link_s: float, faults_s: float) -> TimeUse:
+    def of(computing_s: float, stragglers_s: float, link_s: float, faults_s: float = 0.0) -> TimeUse:
         """Make shares of seconds."""
         each = (computing_s, stragglers_s, link_s, faults_s)
         return TimeUse(*(s / (sum(each) or 1.0) for s in each))
@@ -74,10 +97,9 @@ class VirtualClock:
 
     def compute(self, worker: int, step: int) -> None:
         """Let a worker compute one step. The time is the same whenever threads take their turns."""
-        given, stragglers = self._conditions, self._conditions.stragglers
+        given = self._conditions
         drawn = random.Random(f"{given.seed}/{worker}/{step}").gauss(1.0, given.jitter)
-        slower = stragglers.times if worker < stragglers.count else 1.0
-        taken_s = max(0.0, drawn) * slower * given.step_s
+        taken_s = max(0.0, drawn) * given.step_s
         with self._lock:
             self.now[worker] += taken_s
             self._computed[worker][step] = taken_s
@@ -90,8 +112,12 @@ class VirtualClock:
             self._free = float(arrival(_seconds(ready), _seconds(self._free), queued, self._conditions.step_s))
             if self._delay and sent[0].phase == Payload.WEIGHTS:
                 self._due[sent[0].step + self._delay] = self._free
-            else:
-                self._bring_together(members, ready, max(ready, self._free))
+                return
+            end = max(ready, self._free)  # all wait for the slowest worker, and then for the link
+            self._link_s += len(members) * (end - ready)
+            for worker in members:
+                self._straggling_s += ready - self.now[worker]
+                self.now[worker] = end
 
     def _messages(self, sent: list[Collective], workers: int) -> list[Message]:
         step_s, total, done = self._conditions.step_s, sum(each.payload_bytes for each in sent) or 1, 0
@@ -125,12 +151,6 @@ class VirtualClock:
             computed_s = sum(sum(each.values()) for each in self._computed)
             rest = sum(self.now) - computed_s - self._straggling_s - self._link_s
             return TimeUse.of(computed_s, self._straggling_s, self._link_s, max(0.0, rest))
-
-    def _bring_together(self, members: Members, ready: float, end: float) -> None:
-        self._link_s += len(members) * (end - ready)
-        for worker in members:
-            self._straggling_s += ready - self.now[worker]
-            self.now[worker] = end
 
 
 def _seconds(value: float) -> Tensor:

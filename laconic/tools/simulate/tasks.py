@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 
 from laconic.tools.errors import UsageError
 from laconic.tools.lab.settings import Lab
-from laconic.tools.lab.tasks import Task, loss_of, make_task, validation_loss
-from laconic.tools.planner.users_function import users_function
+from laconic.tools.lab.tasks import loss_of, make_task, validation_loss
+from laconic.tools.planner.shapes import users_function
 
 Loss: TypeAlias = Callable[[nn.Module, int, int], Tensor]
 """Returns the loss of a model on the batch of (worker, step)."""
@@ -31,15 +30,11 @@ class SimulatedTask:
 def lab_task(settings: Lab) -> SimulatedTask:
     """Make the lab's task that the settings describe. It reads the data."""
     task = make_task(settings)
-    return SimulatedTask(task.model, partial(_lab_loss, task), partial(_lab_validation, task))
-
-
-def _lab_loss(task: Task, model: nn.Module, worker: int, step: int) -> Tensor:
-    return loss_of(model, task.draw(worker, step))
-
-
-def _lab_validation(task: Task, model: nn.Module) -> float:
-    return validation_loss(model, task.validation)
+    return SimulatedTask(
+        task.model,
+        lambda model, worker, step: loss_of(model, task.draw(worker, step)),
+        lambda model: validation_loss(model, task.validation),
+    )
 
 
 def user_task(place: str, seed: int) -> SimulatedTask:

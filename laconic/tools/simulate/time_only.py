@@ -6,7 +6,7 @@ vector, the time of every worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,16 +14,11 @@ import torch
 from laconic import Plan, ddp
 from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import Link
-from laconic.tools.planner.collectives import Formula
-from laconic.tools.planner.predict import Prediction, Scenario
-from laconic.tools.planner.sent import Sent
+from laconic.tools.planner.network import ComputedNetwork
+from laconic.tools.planner.predict import Prediction, Scenario, Transfer
 from laconic.tools.planner.shapes import Shapes
-from laconic.tools.planner.timeline import Message, released_s
-from laconic.tools.simulate.clock import TimeUse, arrival
-from laconic.tools.simulate.conditions import Conditions
-
-ATTEMPTS = 10_000
-"""How often a round may be lost to faults, one after the other, before the simulation gives up."""
+from laconic.tools.planner.timeline import Message
+from laconic.tools.simulate.clock import Conditions, TimeUse, arrival
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,6 @@ class TimeOutcome:
     steps: int
     seconds: float
     sent_bytes: float
-    faults: int
     use: TimeUse
 
     @property
@@ -45,25 +39,13 @@ class TimeOutcome:
 
 
 class TimeOnly:
-    """Simulates the time of a run.
-
-    `mtbf_s` is the mean time between faults of the whole run. A fault loses the round that it falls into, for all
-    workers, and `restart_s` besides; then another worker takes the place of the one that was lost.
-    """
+    """Simulates the time of a run."""
 
     def __init__(
-        self,
-        plan: Plan,
-        shapes: Shapes,
-        workers: int,
-        conditions: Conditions,
-        mtbf_s: float | None = None,
-        restart_s: float = 0.0,
-        machine: int | None = None,
+        self, plan: Plan, shapes: Shapes, workers: int, conditions: Conditions, machine: int | None = None
     ) -> None:
-        self.plan, self.workers = plan, workers
-        self._given, self._mtbf_s, self._restart_s = conditions, mtbf_s, restart_s
-        network = conditions.network or Formula(Link(()))  # of no use where sending takes no time
+        self.plan, self.workers, self._given = plan, workers, conditions
+        network = conditions.network or ComputedNetwork(Link(()))  # not asked where sending takes no time
         scenario = Scenario(shapes, workers, network, conditions.step_s, machine=machine)
         self._prediction = Prediction(plan, scenario)
         self._warm_up = Prediction(ddp(), scenario) if plan.schedule.start > 1 else self._prediction
@@ -74,58 +56,49 @@ class TimeOnly:
             )
         self._draw = torch.Generator().manual_seed(conditions.seed)
         self._now = torch.zeros(workers, dtype=torch.float64)
+        """The time of each worker."""
         self._free = torch.zeros(workers, dtype=torch.float64)
         """When the link of each worker has sent everything."""
         self._due: dict[int, torch.Tensor] = {}
-        self._slower = torch.ones(workers, dtype=torch.float64)
-        self._slower[: conditions.stragglers.count] = conditions.stragglers.times
-        self._computed_s = self._straggling_s = self._link_s = self._lost_s = self._committed_s = 0.0
-        self._faults = 0
+        """When what is due after a step has arrived at each worker."""
+        self._computed_s = self._straggling_s = self._link_s = 0.0
 
     def run(self, steps: int) -> TimeOutcome:
         """Simulate so many steps."""
         sent_bytes = 0.0
         for step in range(1, steps + 1):
             self._compute()
-            self._settle(step)
+            if step in self._due:
+                late = (self._due.pop(step) - self._now).clamp_(min=0)
+                self._link_s += float(late.sum())
+                self._now += late
             sent = self._sent_at(step)
             for size, delay in dict.fromkeys((each.workers, each.delay) for each in sent):
-                together = [each for each in sent if (each.workers, each.delay) == (size, delay)]
-                self._send(together, step)
-                sent_bytes += sum(wire for each in together for _, _, wire in each.collectives)
-            if any(each.workers == self.workers for each in sent):
-                self._commit()
-        use = TimeUse.of(self._computed_s, self._straggling_s, self._link_s, self._lost_s * self.workers)
-        end_s = float(self._now.max())
-        return TimeOutcome(repr(self.plan), self.workers, steps, end_s, sent_bytes, self._faults, use)
+                self._send([each for each in sent if (each.workers, each.delay) == (size, delay)], step)
+            sent_bytes += sum(each.wire_bytes for each in sent)
+        use = TimeUse.of(self._computed_s, self._straggling_s, self._link_s)
+        return TimeOutcome(repr(self.plan), self.workers, steps, float(self._now.max()), sent_bytes, use)
 
-    def _sent_at(self, step: int) -> list[Sent]:
+    def _sent_at(self, step: int) -> list[Transfer]:
         place = step - self.plan.schedule.start
         found = self._prediction if place >= 0 else self._warm_up
         return [each for each in found.sent if each.step == place % found.cycle]
 
     def _compute(self) -> None:
-        taken = self._slower * self._given.step_s
+        taken = torch.full_like(self._now, self._given.step_s)
         if self._given.jitter:
             drawn = torch.randn(self.workers, generator=self._draw)
             taken *= drawn.mul_(self._given.jitter).add_(1).clamp_(min=0)
         self._now += taken
         self._computed_s += float(taken.sum())
 
-    def _settle(self, step: int) -> None:
-        """Wait for what is due after this step."""
-        if step in self._due:
-            late = (self._due.pop(step) - self._now).clamp_(min=0)
-            self._link_s += float(late.sum())
-            self._now += late
-
-    def _send(self, sent: Sequence[Sent], step: int) -> None:
-        """Let groups of neighbours meet, and send; what has a delay is not waited for."""
-        size, delay = sent[0].workers, sent[0].delay
-        queued = sorted(map(self._message, sent), key=lambda message: message.release_s)
-        now, free = self._now.view(-1, size), self._free.view(-1, size)
+    def _send(self, sent: Sequence[Transfer], step: int) -> None:
+        """Let groups of neighbours wait for their slowest worker, and send; what has a delay is not waited for."""
+        size, delay, step_s = sent[0].workers, sent[0].delay, self._given.step_s
+        queued = sorted((self._message(each) for each in sent), key=lambda message: message.release_s)
+        now, free = self._now.view(-1, size), self._free.view(-1, size)  # [groups, workers of a group]
         ready = now.amax(1, keepdim=True)
-        arrived = arrival(ready, free.amax(1, keepdim=True), queued, self._given.step_s)
+        arrived = arrival(ready, free.amax(1, keepdim=True), queued, step_s)
         free.copy_(arrived.expand_as(free))
         if delay:
             self._due[step + delay] = self._free.clone()
@@ -135,30 +108,6 @@ class TimeOnly:
         self._link_s += float((end - ready).sum()) * size
         now.copy_(end.expand_as(now))
 
-    def _message(self, sent: Sent) -> Message:
-        step_s = self._given.step_s
-        seconds = sum(self._given.collective_s(op, payload, sent.workers) for op, payload, _ in sent.collectives)
-        return Message(step_s if sent.before is None else released_s(1 - sent.before, step_s), seconds)
-
-    def _commit(self) -> None:
-        """End a round: faults that fall into it lose it, and it is done again."""
-        now_s = float(self._now.max())
-        if self._mtbf_s is not None:
-            lost_s = sum(self._losses(now_s - self._committed_s, self._mtbf_s))
-            self._lost_s += lost_s
-            self._now += lost_s
-            now_s += lost_s
-        self._committed_s = now_s
-
-    def _losses(self, round_s: float, mtbf_s: float) -> Iterator[float]:
-        """Yield the seconds that are lost to each fault before a round is done."""
-        for _ in range(ATTEMPTS):
-            until_s = float(torch.empty(1, dtype=torch.float64).exponential_(1 / mtbf_s, generator=self._draw))
-            if until_s >= round_s:
-                return
-            self._faults += 1
-            yield until_s + self._restart_s
-        raise UsageError(
-            f"--mtbf: a fault comes every {mtbf_s:.3g} s, and a round takes {round_s:.3g} s: none is ever done. Use a "
-            "shorter period, or fewer workers."
-        )
+    def _message(self, sent: Transfer) -> Message:
+        network = self._given.network
+        return Message(sent.released_s(self._given.step_s), 0.0 if network is None else sent.seconds(network))

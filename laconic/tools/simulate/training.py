@@ -1,19 +1,19 @@
 """A simulated training: each worker is a thread with a session of its own, unchanged, on an `InProcessGroup`.
 
 The losses are those of real processes over gloo, bit for bit, as the lab's script trains them, with as many threads
-for each operation. Where all workers hold the same weights (plans that average gradients), they share one copy of them
-and one optimizer: worker 0 steps, and the others count the step. A worker that is lost is missing from the next
-collective. The others then go back to the last commit and go on without it, as an elastic run does.
+for each operation. A worker that is lost is missing from the next collective. The others then go back to the last
+commit and go on without it, as an elastic run does.
 """
 
 from __future__ import annotations
 
 import queue
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -26,11 +26,42 @@ from laconic import Ledger, LostWorkerError, Plan, Session, attach
 from laconic.comm.in_process import InProcessGroup, Meetings, Members
 from laconic.comm.ring import ring_sum
 from laconic.plans.schedules import Never, Streaming
+from laconic.tools.errors import UsageError
 from laconic.tools.lab.script import lr_share
 from laconic.tools.machine import usable_cores
-from laconic.tools.simulate.clock import VirtualClock
-from laconic.tools.simulate.conditions import Conditions, Failure
+from laconic.tools.simulate.clock import Conditions, TimeUse, VirtualClock
 from laconic.tools.simulate.tasks import SimulatedTask
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker that is lost when a step begins."""
+
+    worker: int
+    step: int
+
+
+def failures_of(texts: Sequence[str], workers: int, steps: int) -> tuple[Failure, ...]:
+    """Read which workers are lost, and when; at least one stays.
+
+    >>> failures_of(["5@300"], workers=64, steps=1000)
+    (Failure(worker=5, step=300),)
+    """
+    found = []
+    for text in texts:
+        match = re.fullmatch(r"(\d+)\s*@\s*(\d+)", text.strip())
+        if match is None or int(match[1]) >= workers or not 1 <= int(match[2]) <= steps:
+            raise UsageError(
+                f"--fail {text}: write a worker from 0 to {workers - 1} and a step from 1 to {steps}, such as 5@30: "
+                "worker 5 is lost when step 30 begins."
+            )
+        found.append(Failure(int(match[1]), int(match[2])))
+    lost = {each.worker for each in found}
+    if len(lost) < len(found) or len(lost) == workers:
+        raise UsageError(
+            f"--fail {' --fail '.join(texts)}: each worker can be lost once, and one of the {workers} must stay."
+        )
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -44,11 +75,6 @@ class SimulatedRun:
     bucket_mb: float = 25.0
     conditions: Conditions = field(default_factory=Conditions)
     failures: tuple[Failure, ...] = ()
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether workers hold the same weights after every step, so that one copy is enough."""
-        return not self.plan.local and not self.failures
 
 
 @dataclass(frozen=True)
@@ -66,13 +92,37 @@ class SimulatedStep:
         return fmean(self.losses)
 
 
-@dataclass(frozen=True, eq=False)
-class _Snapshot:
-    """A worker's state after a commit."""
+@dataclass(frozen=True)
+class SimulatedOutcome:
+    """A simulated training: its steps, without those that faults have undone, and its validation loss at the end."""
 
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    session: dict[str, Any]
+    plan: str
+    workers: int
+    left: int
+    """The workers that were not lost."""
+    parameters: int
+    curve: tuple[SimulatedStep, ...]
+    validation_loss: float | None
+    level_bytes: dict[str, int]
+    """What worker 0, or the first that is left, has sent by level."""
+    use: TimeUse
+
+    @property
+    def last(self) -> SimulatedStep:
+        """The last step."""
+        return self.curve[-1]
+
+    @property
+    def step_s(self) -> float:
+        """The mean virtual seconds of a step."""
+        return self.last.seconds / self.last.step
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what is written of it as JSON."""
+        last = self.last
+        totals = {"steps": last.step, "loss": last.loss, "seconds": last.seconds, "sent_bytes": last.sent_bytes}
+        curve = [asdict(each) | {"loss": each.loss} for each in self.curve]
+        return asdict(self) | totals | {"step_s": self.step_s, "utilisation": self.use.computing, "curve": curve}
 
 
 @dataclass(eq=False)
@@ -92,9 +142,9 @@ class Training:
         schedule = run.plan.schedule
         delay = schedule.delay if isinstance(schedule, Streaming) else 0
         self.clock = VirtualClock(run.workers, run.conditions, overlap=not run.failures, delay=delay)
-        self.models = [self.task.model, *(self._copy() for _ in range(1, run.workers))]
+        self.models = [self.task.model, *(deepcopy(self.task.model) for _ in range(1, run.workers))]
         at_once = max(1, cores // self.threads)
-        self._meetings = Meetings(run.workers, at_once, first_ahead=run.shares_weights, served=self.clock.served)
+        self._meetings = Meetings(run.workers, at_once, served=self.clock.served)
         self._ledgers = [Ledger(keep=0) for _ in range(run.workers)]
         self._lost_at = {each.worker: each.step for each in run.failures}
         self._ended: dict[int, dict[int, tuple[float, float, int]]] = {}
@@ -143,17 +193,19 @@ class Training:
                     into.copy_(_mean(rows))
             return validate(mean)
 
-    def level_bytes(self) -> dict[str, int]:
-        """Return what the first worker that is left has sent, by level."""
+    def outcome(self, steps: Sequence[SimulatedStep]) -> SimulatedOutcome:
+        """Return the results, when all `steps()` are done."""
         totals = self._ledgers[self.alive[0]].totals(by="level")
-        return {level: total.wire_bytes for level, total in totals.items()}
-
-    def _copy(self) -> nn.Module:
-        made = deepcopy(self.task.model)
-        if self.run.shares_weights:
-            for own, shared in zip(made.parameters(), self.task.model.parameters(), strict=True):
-                own.data = shared.data
-        return made
+        return SimulatedOutcome(
+            plan=repr(self.run.plan),
+            workers=self.run.workers,
+            left=len(self.alive),
+            parameters=sum(p.numel() for p in self.task.model.parameters() if p.requires_grad),
+            curve=tuple({each.step: each for each in steps}.values()),  # a step that was undone comes again
+            validation_loss=self.validation_loss(),
+            level_bytes={level: total.wire_bytes for level, total in totals.items()},
+            use=self.clock.use(),
+        )
 
     def _work(self, worker: int) -> None:
         try:
@@ -193,10 +245,7 @@ class Training:
         optimizer.param_groups[0]["lr"] = run.lr * lr_share(step, run.steps)
         loss = self.task.loss(model, worker, step)
         loss.backward()
-        if run.shares_weights and worker > 0:
-            session.skip()  # worker 0 has stepped, or will before this one goes on
-        else:
-            optimizer.step()
+        optimizer.step()
         optimizer.zero_grad()
         self.clock.after_step(worker, step)
         self._report(worker, step, float(loss.detach()), session)
@@ -224,13 +273,11 @@ class Training:
         self._meetings.barrier(worker)
         alive = self.alive
         if worker == alive[0]:
-            committed = commits.snapshot.session["step"]
-            self.clock.rewind(alive, committed)
+            self.clock.rewind(alive, commits.step)
             self._ended.clear()
-            self._next = committed + 1
+            self._next = commits.step + 1
         self._meetings.barrier(worker)
-        commits.session.regroup(self._meetings.group(worker, alive))
-        commits.restore()
+        commits.restore(self._meetings.group(worker, alive))
 
 
 @contextmanager
@@ -253,31 +300,37 @@ class _Commits:
     """The last commit of a worker: after a synchronisation of all workers, with nothing in flight."""
 
     def __init__(self, run: SimulatedRun, session: Session, model: nn.Module, optimizer: AdamW) -> None:
-        self.session = session
-        self._run, self._model, self._optimizer = run, model, optimizer
+        self._run, self._session, self._model, self._optimizer = run, session, model, optimizer
         self._synced = False
         if run.failures:
             self._take()
 
+    @property
+    def step(self) -> int:
+        """The step of the last commit."""
+        step: int = self._saved[2]["step"]
+        return step
+
     def after_step(self) -> None:
         """Commit if that is due. Only the commit before a failure is of use."""
-        self._synced |= self.session.synced
-        last = max((each.step for each in self._run.failures), default=0)
-        if self.session.step >= last or not self._synced or self.session.in_flight:
+        self._synced |= self._session.synced
+        step, failures = self._session.step, [each.step for each in self._run.failures]
+        if step >= max(failures, default=0) or not self._synced or self._session.in_flight:
             return
         self._synced = False
-        step = self.session.step
-        if self._run.plan.local or any(each.step == step + 1 for each in self._run.failures):
+        if self._run.plan.local or step + 1 in failures:
             self._take()
 
     def _take(self) -> None:
-        states = (self._model.state_dict(), self._optimizer.state_dict(), self.session.state_dict())
-        self.snapshot = _Snapshot(*deepcopy(states))
+        states = (self._model.state_dict(), self._optimizer.state_dict(), self._session.state_dict())
+        self._saved: tuple[dict[str, Any], ...] = deepcopy(states)
 
-    def restore(self) -> None:
-        """Load the last commit."""
-        self._model.load_state_dict(self.snapshot.model)
-        self._optimizer.load_state_dict(deepcopy(self.snapshot.optimizer))
+    def restore(self, group: InProcessGroup) -> None:
+        """Load the last commit, and go on in a group of the workers that are left."""
+        self._session.regroup(group)
+        model, optimizer, session = self._saved
+        self._model.load_state_dict(model)
+        self._optimizer.load_state_dict(deepcopy(optimizer))
         self._optimizer.zero_grad()
-        self.session.load_state_dict(self.snapshot.session)
+        self._session.load_state_dict(session)
         self._synced = False

@@ -52,7 +52,7 @@ def test_a_plan_that_diverged_keeps_nothing_that_can_be_counted() -> None:
 
 
 DDP, ALONE = after_steps("ddp()", 1.5), after_steps("alone()", 2.0)
-GOOD, BAD, LOST = after_steps("diloco()", 1.6), after_steps("qsr()", 2.1), after_steps("sparse_loco()", NAN)
+GOOD, BAD, LOST = after_steps("diloco()", 1.6), after_steps("quantized_ddp()", 2.1), after_steps("sparse_loco()", NAN)
 
 
 def test_after_the_same_steps() -> None:
@@ -85,7 +85,7 @@ def test_runs_of_different_lengths_are_compared_at_the_last_step_that_all_have()
     plan = validated("frugal()", {5: 2.4, 10: 1.7, 15: 1.5})
     assert kept(plan, [ddp, alone, plan]) == 0.6
     assert kept(validated("frugal()", {7: 1.0}), [ddp, alone]) is None
-    bad = validated("qsr()", {5: 2.0, 10: 1.9, 15: 1.95})  # lower than alone at first, and not at the end
+    bad = validated("quantized_ddp()", {5: 2.0, 10: 1.9, 15: 1.95})  # lower than alone at first, and not at the end
     assert no_better_than_alone(bad, [ddp, alone, bad])
 
 

@@ -106,7 +106,7 @@ def train(steps: int, guard: laconic.Guard | None = None) -> int:
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.attach(laconic.plan_from_env(), model, optimizer, guard=guard or "off") as session:
+    with laconic.attach(laconic.plan_from_env(), model, optimizer, observers=[guard] if guard else []) as session:
         for step in range(1, steps + 1):
             loss = F.mse_loss(model(torch.ones(4, 8)), torch.zeros(4, 8))
             loss.backward()

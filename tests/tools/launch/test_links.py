@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from laconic.tools.errors import UsageError
-from laconic.tools.launch.links import Level, Link, collective_s, framing_bytes, link, measure_link
+from laconic.tools.launch.links import Level, Link, framing_bytes, link, measure_link
+from laconic.tools.planner.network import collective_s
 from laconic.tools.units import rate_text
 from tests.workers import run_workers
 

@@ -202,12 +202,10 @@ def test_a_script_that_chooses_its_own_plan(script, tmp_path):
         "session.report(loss=1.0)\n"
     )
     ran = r"power_sgd\(rank=2, bits=None, rounds='alternating'\) and ran ddp\(\)"
+    plan = laconic.power_sgd(rank=2, bits=None, rounds="alternating")
     words = rf"it was started with plan {ran}. Attach laconic.plan_from_env"
     with pytest.raises(UsageError, match=words):
-        launch(
-            Run(laconic.power_sgd(rank=2, bits=None, rounds="alternating"), Script(script), workers=1, goal=Goal()),
-            tmp_path,
-        )
+        launch(Run(plan, Script(script), workers=1, goal=Goal()), tmp_path)
 
 
 def test_the_reason_is_the_last_error_of_a_log():

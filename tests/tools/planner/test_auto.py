@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import laconic
 from laconic.tools.launch.links import link
 from laconic.tools.planner.auto import MEASURED_STEPS, WARM_UP_STEPS, choice
-from laconic.tools.planner.collectives import Formula
+from laconic.tools.planner.forecast import Forecast
 from laconic.tools.planner.front import PLANS
+from laconic.tools.planner.network import ComputedNetwork
 from laconic.tools.planner.predict import Scenario
-from laconic.tools.planner.rows import Forecast
 from laconic.tools.planner.shapes import from_count
 from tests.workers import run_workers
 
@@ -31,8 +31,8 @@ def test_the_text():
 
 
 def _forecast(rate: str, compute_s: float) -> Forecast:
-    scenario = Scenario(from_count(10**6), 4, Formula(link(rate, 4)), compute_s)
-    return Forecast([laconic.plan(text) for text in PLANS], scenario)
+    scenario = Scenario(from_count(10**6), 4, ComputedNetwork(link(rate, 4)), compute_s)
+    return Forecast(PLANS, scenario)
 
 
 def test_the_choice():
@@ -70,7 +70,7 @@ def test_all_workers_choose_the_same(wrapped):
     assert ended == other_ended and weights == other_weights
     assert not other_said and len(said) == 1
     assert f"All workers go on with {ended}." in said[0] and "overrules" in said[0]
-    assert all(repr(laconic.plan(text)) in said[0] for text in PLANS[:2])
+    assert all(repr(plan) in said[0] for plan in PLANS[:2])
 
 
 def _in_a_part(worker: int) -> str:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import laconic
 from laconic.cost import cycle_of
 from laconic.tools.launch.links import link
-from laconic.tools.planner.collectives import Formula
+from laconic.tools.planner.network import ComputedNetwork
 from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.planner.shapes import Shapes
 from tests.workers import run_workers
@@ -34,7 +34,7 @@ SCHEDULES = (
     "Every(1)",
     "Every(1, of='weights')",
     "Every(3)",
-    "PostLocal(3, 2)",
+    "Every(2, 3)",
     "Streaming(4, 2)",
     "Streaming(4, 2, delay=1)",
 )
@@ -63,7 +63,7 @@ def _sent(worker: int, texts: tuple[str, ...]) -> list[dict[str, int]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         plan = laconic.plan(text)
         first, last = plan.schedule.start, plan.schedule.start + cycle_of(plan) - 1
-        with laconic.attach(plan, model, optimizer, compress_alone=True) as session:
+        with laconic.attach(plan, model, optimizer) as session:
             for step in range(1, last + 2):
                 F.cross_entropy(model(torch.randn(4, 33)), torch.arange(4)).backward()
                 optimizer.step()
@@ -79,7 +79,7 @@ def _sent(worker: int, texts: tuple[str, ...]) -> list[dict[str, int]]:
 
 def _check(texts: tuple[str, ...], workers: int) -> None:
     sent = run_workers(_sent, workers, (texts,), timeout_s=240)[0]
-    network = Formula(link("1gbit", workers))
+    network = ComputedNetwork(link("1gbit", workers))
     scenario = Scenario(Shapes(dict(_model().named_parameters())), workers, network, 0.1, bare=True)
     for text, by_level in zip(texts, sent, strict=True):
         prediction = Prediction(laconic.plan(text), scenario)

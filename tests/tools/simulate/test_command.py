@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from laconic.cli.main import app
 from laconic.tools.errors import UsageError
 
-SMALL = ("--steps", "4", "--layers", "1", "--width", "16", "--heads", "2", "--context", "8", "--batch", "1")
+SMALL = ("--steps", "4", "--layers", "1", "--width", "16")
 
 
 def _run(*arguments: str) -> str:
@@ -34,15 +34,15 @@ def test_json_has_every_step():
 
 
 def test_the_table_says_what_time_was_used_for():
-    shown = _run("--workers", "2", *SMALL, "--step", "10ms", "--stragglers", "1@3x")
+    shown = _run("--workers", "2", *SMALL, "--step", "10ms", "--jitter", "0.5")
     assert "ddp() step=4/4 loss=" in shown
-    assert "2 workers, 4 steps" in shown and "stragglers" in shown and "33%" in shown
+    assert "2 workers, 4 steps" in shown and "stragglers" in shown
 
 
 def test_time_only():
-    shown = json.loads(
-        _run("--time-only", "--workers", "5000", "--steps", "20", "--link", "1gbit", "--mtbf", "1h", "--json")
-    )["runs"][0]
+    shown = json.loads(_run("--time-only", "--workers", "5000", "--steps", "20", "--link", "1gbit", "--json"))["runs"][
+        0
+    ]
     assert shown["workers"] == 5000 and shown["steps"] == 20 and 0 < shown["utilisation"] < 1
     assert "5,000 workers" in _run("--time-only", "--workers", "5000", "--steps", "20", "--model", "resnet")
 
@@ -72,10 +72,8 @@ def test_a_function_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (("--workers", "0"), "--workers 0: there must be at least 1"),
         (("--step", "50"), "--step 50: write a duration"),
         (("--jitter", "-1"), "--jitter -1: it must not be negative"),
-        (("--mtbf", "1h"), "are for --time-only"),
-        (("--time-only", "--fail", "1@2"), "faults come at a rate"),
+        (("--time-only", "--fail", "1@2"), "the clock alone knows no faults"),
         (("--link", "fast"), "--link fast"),
-        (("--link", "1gbit", "--algorithm", "star"), "--algorithm star: write one of ring"),
     ],
 )
 def test_mistakes(arguments, message):

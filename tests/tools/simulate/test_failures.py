@@ -13,9 +13,9 @@ from laconic.tools.lab.script import lr_share
 from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import loss_of, make_task
 from laconic.tools.machine import usable_cores
-from laconic.tools.simulate.conditions import Conditions, failures_of, stragglers_of
+from laconic.tools.simulate.clock import Conditions
 from laconic.tools.simulate.tasks import lab_task
-from laconic.tools.simulate.training import SimulatedRun, SimulatedStep, Training
+from laconic.tools.simulate.training import SimulatedRun, SimulatedStep, Training, failures_of
 from tests.workers import run_workers
 
 WORKERS, STEPS = 4, 8
@@ -103,5 +103,3 @@ def test_failures_that_cannot_be(text):
 def test_somebody_must_stay():
     with pytest.raises(UsageError, match="one of the 2 must stay"):
         failures_of(["0@1", "1@2"], 2, STEPS)
-    with pytest.raises(UsageError, match="--stragglers 5@2x: write how many of the 4 workers"):
-        stragglers_of("5@2x", 4)

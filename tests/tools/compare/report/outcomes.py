@@ -36,7 +36,7 @@ DDP = Outcome(
 )
 LOW_RANK = replace(
     DDP,
-    plan=laconic.power_sgd(rank=4),
+    plan=laconic.diloco(),
     steps=108,
     seconds=12.4,
     communication_seconds=5.0,

@@ -1,0 +1,275 @@
+"""The guard: notices that a plan loses too much of what it averages, and goes on with a stronger one.
+
+    session = laconic.attach(plan, model, optimizer, observers=[laconic.Guard("act")])
+
+Every few steps it measures `session.health`. Error feedback delivers late what a codec loses; a codec that is too weak
+lags behind by more than a step of gradients, and the model then trains on old gradients. That is the alarm, in two
+measurements in a row. The guard only ever makes a plan stronger, so it cannot oscillate.
+
+It measures with short sketches. A sketch of a set of tensors is 256 sums of their numbers with random signs, the same
+signs on all workers. Its squared norm is that of the tensors, to about 9 %, and the mean of the workers' sketches is
+the sketch of their mean. So one gather of three sketches gives the norms of means that no worker has ever computed: of
+the gradients, and of residuals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from laconic.checks.agreement import digest_of
+from laconic.codecs import Codec
+from laconic.codecs.feedback import residuals_by_name
+from laconic.cost import sent_bytes
+from laconic.errors import DisagreementError
+from laconic.exchange import Averaged, Exchange, Peers, State
+from laconic.plans.methods import ddp
+from laconic.plans.plan import Plan
+from laconic.plans.stronger import strengths
+from laconic.session.gradients import CARRY_STEPS
+from laconic.session.metrics import Health
+from laconic.session.observers import StepObserver
+from laconic.session.session import Session
+from laconic.values import as_code, is_number, is_whole
+
+logger = logging.getLogger(__name__)
+
+Mode: TypeAlias = Literal["warn", "act"]
+_IN_A_ROW = 2
+"""Measurements above the limit that are an alarm: one may be a short gradient."""
+_FALL = 0.7
+"""Residuals fall with the rank as rank ** -0.7 (docs/log.md, 2026-11-16)."""
+_AIM = 3
+"""A stronger plan should be below the limit by this factor: a plan that is just below it loses, too."""
+SKETCH = 256
+"""Numbers in a sketch."""
+MOST_TENSORS = 32
+"""The largest tensors of an exchange are sketched, and no others: on a GPU the launches would cost more than 1 %."""
+
+
+@dataclass(frozen=True, repr=False)
+class Guard(StepObserver):
+    """For `attach(..., observers=[Guard(...)])`, on every worker. "warn" logs; "act" also makes the plan stronger.
+
+    It acts when the mean residual is longer than `limit` mean gradients (or deltas), measured every `every` steps, and
+    chooses no plan that sends more than the share `budget` of what `ddp()` sends.
+    """
+
+    mode: Mode = "act"
+    budget: float = 0.5
+    limit: float = 1.5
+    every: int = 4
+
+    __repr__ = as_code
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f'Guard({self.mode!r}): it must be "warn" or "act". Leave the guard out for none.')
+        if not is_number(self.budget) or not 0 < self.budget <= 1:
+            raise ValueError(
+                f"Guard(budget={self.budget!r}): it is a share of the bytes of ddp(), above 0 and at most 1."
+            )
+        if not is_number(self.limit) or self.limit <= 0:
+            raise ValueError(f"Guard(limit={self.limit!r}): it must be a number above 0, such as 1.5.")
+        if not is_whole(self.every):
+            raise ValueError(f"Guard(every={self.every!r}): it must be a whole number of steps, such as 8.")
+
+    def attached(self, session: Session) -> None:
+        """Begin to measure. All workers check that they have the same guard."""
+        if session.sharded and self.mode == "act":
+            raise ValueError(
+                f"attach(observers=[{self!r}]): on a sharded model the workers of each shard would decide for "
+                'themselves. Use Guard("warn"), and session.change(plan) on all workers.'
+            )
+        rows = session.gather([digest_of(repr(self))])
+        if any(row != rows[0] for row in rows):
+            raise DisagreementError(
+                f"attach(observers=[{self!r}]): the workers have different guards. Give all of them the same."
+            )
+        session.observe(_Measuring(self))
+
+
+class _Measuring(StepObserver):
+    """Measures, logs and acts for one session, at the same steps on all workers."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._sketcher = Sketcher()
+        self._last = 0
+        """The step of the last measurement."""
+        self._recent: deque[Health] = deque(maxlen=_IN_A_ROW)
+        self._warned_of: Plan | None = None
+        """The plan of which the log says that it is too weak."""
+
+    def attached(self, session: Session) -> None:
+        """Measure for the first time after `every` steps."""
+        self._last = session.step
+        self._sketcher.due = self._guard.every == 1
+        session.wrap_codec(lambda codec: SketchedCodec(codec, self._sketcher))
+
+    def after_step(self, session: Session) -> None:
+        """Take a measurement, if one was made. A fragment in flight is not complete on all workers."""
+        if not session.in_flight:
+            row = self._sketcher.take()
+            if row:
+                self._measured(session, health_of(session.gather(row), session.step))
+        self._sketcher.due = session.step + 1 - self._last >= self._guard.every
+
+    def _measured(self, session: Session, health: Health) -> None:
+        self._last = session.step
+        if not health.finite:
+            return
+        session.health = health
+        session.ledger.note("health", health.step, asdict(health))
+        self._recent.append(health)
+        lags = [each.residual for each in self._recent]
+        if len(lags) == _IN_A_ROW and min(lags) > self._guard.limit:
+            self._alarm(session, max(lags))
+
+    def _alarm(self, session: Session, lag: float) -> None:
+        old = session.plan
+        new = stronger_within(self._guard, session, lag) if self._guard.mode == "act" else None
+        first, self._warned_of = self._warned_of != old, old
+        if new is not None:
+            self._recent.clear()
+            session.change(new)
+            self._last = session.step + CARRY_STEPS  # until the residuals that are carried over are delivered
+        logs = session.group is None or session.group.rank() == 0  # one worker for all
+        if logs and (new is not None or first):
+            logger.warning("%s", _message(self._guard, session.step, lag, old, new))
+
+
+def stronger_within(guard: Guard, session: Session, lag: float) -> Plan | None:
+    """Return the plan to go on with when residuals are as long as `lag` gradients; None if the budget allows none.
+
+    It is the weakest plan whose residuals should be well below the limit, or the strongest that the budget allows.
+    """
+    doublings = math.ceil(math.log2(_AIM * lag / guard.limit) / _FALL)
+    shapes = {name: p.shape for name, p in session.parameters.items()}
+    most = guard.budget * sent_bytes(ddp(), shapes, session.workers)
+    found = None
+    for index, plan in enumerate(strengths(session.plan), start=1):
+        if sent_bytes(plan, shapes, session.workers) > most:
+            break
+        found = plan
+        if index == doublings:
+            break
+    return found
+
+
+def _message(guard: Guard, step: int, lag: float, old: Plan, new: Plan | None) -> str:
+    why = f"guard, step {step}: {old!r} is behind by {lag:.1f} mean gradients or deltas, above {guard.limit:g}"
+    if new is not None:
+        return f"{why}. All workers go on with {new!r}."
+    if guard.mode == "act":
+        return f"{why}, and no stronger plan sends less than {guard.budget:g} of the bytes of ddp(). It stays."
+    return f'{why}. It trains on old gradients: use a higher rank or more bits, or Guard("act").'
+
+
+class Sketcher:
+    """Sketches what is averaged, in synchronisations that are `due`."""
+
+    def __init__(self) -> None:
+        self.due = False
+        self._sums: list[Tensor] = []
+        """For each exchange [3, SKETCH]: of what was to be sent, of residuals before, and after."""
+        self._signs: dict[tuple[str, int, torch.device], Tensor] = {}
+
+    def watch(
+        self, tensors: Mapping[str, Tensor], state: State, average: Callable[[], Exchange[Averaged]]
+    ) -> Exchange[Averaged]:
+        """Run the exchange that `average` makes of `tensors`, and sketch them."""
+        names = sorted(tensors, key=lambda name: (-tensors[name].numel(), name))[:MOST_TENSORS]
+        device = tensors[names[0]].device if names else torch.device("cpu")
+        own = self._sketch({name: tensors[name] for name in names}, device)
+        before = self._sketch(_residuals_of(names, state), device)
+        end = yield from average()
+        after = self._sketch(_residuals_of(names, state), device)
+        self._sums.append(torch.stack([own, before, after]))
+        return end
+
+    def take(self) -> list[int]:
+        """Return the sums of all sketches since the last call, as int64 numbers to gather; empty if there are none."""
+        sums, self._sums = self._sums, []
+        if not sums:
+            return []
+        total = sum((each.cpu() for each in sums), torch.zeros(3, SKETCH))
+        bits: list[int] = total.reshape(-1).view(torch.int64).tolist()  # two fp32 numbers each
+        return bits
+
+    @torch.no_grad()
+    def _sketch(self, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+        sums = torch.zeros(SKETCH, device=device)
+        for name, t in tensors.items():
+            flat = t.detach().reshape(-1)
+            rows = flat.numel() // SKETCH
+            signs = self._signs_of(name, rows + 1, flat.device)
+            if rows:
+                sums += (signs[:rows].to(flat.dtype) @ flat[: rows * SKETCH].view(rows, SKETCH)).float()
+            tail = flat[rows * SKETCH :]
+            sums[: tail.numel()] += signs[rows] * tail.float()
+        return sums
+
+    def _signs_of(self, name: str, count: int, device: torch.device) -> Tensor:
+        key = (name, count, device)
+        if key not in self._signs:
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
+            drawn = torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(seed))
+            self._signs[key] = (2 * drawn - 1).float().to(device)
+        return self._signs[key]
+
+
+@dataclass(frozen=True, eq=False)
+class SketchedCodec:
+    """A codec whose exchanges are sketched where a measurement is due."""
+
+    codec: Codec
+    sketcher: Sketcher
+
+    def accepts(self, shape: torch.Size) -> bool:
+        """Accept what the codec accepts."""
+        return self.codec.accepts(shape)
+
+    def average(
+        self, tensors: Mapping[str, Tensor], state: State, peers: Peers, *, reuse: bool = False
+    ) -> Exchange[Averaged]:
+        """Average through the codec."""
+        if not self.sketcher.due:
+            return self.codec.average(tensors, state, peers, reuse=reuse)
+        return self.sketcher.watch(tensors, state, lambda: self.codec.average(tensors, state, peers, reuse=reuse))
+
+
+def health_of(rows: Sequence[Sequence[int]], step: int) -> Health:
+    """Compute the health from the rows of all workers, bit for bit the same wherever it is computed."""
+    tables = [torch.tensor(row, dtype=torch.int64).view(torch.float32).view(3, SKETCH).tolist() for row in rows]
+    gradient, before, after = ([table[i] for table in tables] for i in range(3))
+    mean = _mean(gradient)
+    norm, lag = _norm(mean), _norm(_mean(after))
+    wanted = _norm([a + b for a, b in zip(mean, _mean(before), strict=True)])
+    own = math.fsum(_norm(each) ** 2 for each in gradient) / len(rows)
+    agreement = norm * norm / own if own else 1.0
+    drift = math.sqrt(max(0.0, own - norm * norm))
+    return Health(step, lag / norm if norm else 0.0, lag / wanted if wanted else 0.0, agreement, norm, drift)
+
+
+def _mean(sketches: Sequence[Sequence[float]]) -> list[float]:
+    return [math.fsum(column) / len(sketches) for column in zip(*sketches, strict=True)]
+
+
+def _norm(sketch: Sequence[float]) -> float:
+    if not all(map(math.isfinite, sketch)):
+        return math.nan
+    return math.sqrt(math.fsum(x * x for x in sketch))
+
+
+def _residuals_of(names: Sequence[str], state: State) -> dict[str, Tensor]:
+    residuals = residuals_by_name(state)
+    return {name: residuals[name] for name in names if name in residuals}
