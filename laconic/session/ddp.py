@@ -28,10 +28,11 @@ from laconic.exchange import Averaged, Exchange, all_finite
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Level, Sync
 from laconic.session.gradients import GradientAverager, sparse_tables
-from laconic.session.live_model import LiveModel, clean, local_of
+from laconic.session.live_model import LiveModel, local_of
 from laconic.session.scaling import ScaledSteps
 from laconic.session.stop import StepHeaders
 from laconic.torch_private.autograd import at_end_of_backward
+from laconic.torch_private.compiled import clean
 from laconic.torch_private.distributed import is_joining
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Exchange, First, Mean, Peers, State, all_finite
 from laconic.packing import bucketed, pack, unpack
 from laconic.plans.schedules import Payload
+from laconic.torch_private.compiled import clean
 from laconic.torch_private.modules import tensors_of
 
 logger = logging.getLogger(__name__)
@@ -368,15 +369,6 @@ def _by_name(named: Iterable[tuple[str, _Named]]) -> dict[str, _Named]:
     given = dict(named)
     cleaned = {clean(name): t for name, t in given.items()}
     return cleaned if len(cleaned) == len(given) else given
-
-
-def clean(name: str) -> str:
-    """Remove what torch.compile puts into a parameter's name.
-
-    >>> clean("_orig_mod.layers.0._orig_mod.weight")
-    'layers.0.weight'
-    """
-    return name.replace("_orig_mod.", "")
 
 
 def copied(tree: Any, devices: Mapping[str, torch.device] = MappingProxyType({})) -> Any:
