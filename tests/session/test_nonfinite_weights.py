@@ -89,13 +89,9 @@ def test_the_leader_is_the_first_worker_with_finite_buffers():
 
 
 STREAMING = [
-    pytest.param(
-        "streaming_diloco(period=4, fragments=1, delay=1, lr=0.7, momentum=0.9, codec=Exact())", marks=pytest.mark.slow
-    ),
-    "streaming_diloco(period=4, fragments=2, delay=1, lr=0.7, momentum=0.9, codec=Exact())",
-    pytest.param(
-        "streaming_diloco(period=4, fragments=2, lr=0.7, momentum=0.9, codec=Exact())", marks=pytest.mark.slow
-    ),
+    pytest.param("streaming_diloco(period=4, fragments=1, delay=1)", marks=pytest.mark.slow),
+    "streaming_diloco(period=4, fragments=2, delay=1)",
+    pytest.param("streaming_diloco(period=4, fragments=2)", marks=pytest.mark.slow),
     "Plan(schedule=Streaming(period=4, fragments=2))",
 ]
 
