@@ -160,11 +160,13 @@ class DDPPath:
             return resolved(bucket.buffer())
         if bucket.buffer().is_sparse:
             raise RuntimeError(SPARSE.format("a parameter"))
+        # Headers go first, in the same queue, and are read before the optimizer's step.
         if self._headers is None and self._step_headers.stop_due:
             self._headers = PendingHeaders(self._averager.levels.world, self._step_headers.stop_header())
         queue = self._queues.get(self._sync.level) or self._queue(self._sync.level)
         tensors = self._views.tensors(bucket)
         if self._finds_unused:
+            # DDP drops means of parameters that no worker used: they go back to the residuals.
             self._record_bitmap(len(tensors), bucket.is_last())
             self._sent |= tensors
             if bucket.is_last() and self._sent:
@@ -313,6 +315,7 @@ class BucketQueue:
         """Average one bucket; the future's value is `flat` with the means in it."""
         bucket = _Bucket(tensors, flat, new_future(flat) if flat.is_cuda else Future())
         self._waiting.append(bucket)
+        # One exchange a bucket on the CPU; on CUDA several together, as launches cost more than bytes.
         enough = not flat.is_cuda or sum(b.flat.nbytes for b in self._waiting) >= TOGETHER_BYTES
         if last or (self._repeat is None and enough):
             self._submit(average)

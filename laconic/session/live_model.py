@@ -160,7 +160,7 @@ class LiveModel:
 
     def common_moments(self, queue: CollectiveQueue, moments: Moments, reset_others: bool = False) -> dict[str, Tensor]:
         """Return the moments of parameters that have them on every worker; perhaps drop the state of the others."""
-        here = torch.tensor([float(bool(moments[name])) for name in moments])
+        here = torch.tensor([float(bool(moments[name])) for name in moments])  # [parameters]: 1 where there are any
         if queue.workers > 1 and len(moments):
             here = queue.run(_mean(here.to(queue.device)), "control")
         everywhere = [name for name, share in zip(moments, here.tolist(), strict=True) if share == 1]
@@ -174,7 +174,7 @@ class LiveModel:
         states = [optimizer.state.get(p, {}) for p in params for optimizer in self.optimizers]
         counters = [t for state in states for t in state.values() if isinstance(t, Tensor) and t.dim() == 0]
         if counters:
-            rows = queue.gather(torch.tensor([float(t) for t in counters], dtype=torch.float64))
+            rows = queue.gather(torch.tensor([float(t) for t in counters], dtype=torch.float64))  # [workers, counters]
             for t, value in zip(counters, rows.amax(0).tolist(), strict=True):
                 t.fill_(value)
 
@@ -270,7 +270,7 @@ class LiveModel:
 
         def exchange(index: int) -> Exchange[None]:
             message = flats[index].view(torch.uint8).to(queue.device)
-            if index == 0:
+            if index == 0:  # the flag is the last byte of the first message
                 message = torch.cat([message, finite.view(torch.uint8)])
             got = yield First(message, worker)
             if index == 0:
