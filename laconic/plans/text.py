@@ -188,11 +188,11 @@ def _build_call(node: ast.Call, text: str, names: Mapping[str, Callable[..., Any
             raise PlanError(f"{text!r}: {keyword.arg} is given twice. Write each argument once.")
         keywords[keyword.arg] = _build(keyword.value, text, names)
     arguments = [_build(argument, text, names) for argument in node.args]
-    try:
+    try:  # wrong names and numbers of arguments
         bound = signature(function).bind(*arguments, **keywords)
     except TypeError as error:
         raise PlanError(f"{text!r}: {name}: {error}. It is {name}({_parameters(function)}).") from None
-    try:
+    try:  # wrong values
         return function(*bound.args, **bound.kwargs)
     except PlanError:
         raise
