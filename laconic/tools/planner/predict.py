@@ -11,11 +11,11 @@ from torch import Tensor
 
 from laconic.checks.headers import Header
 from laconic.cost import cycle_of, planned
-from laconic.exchange import State
+from laconic.exchange import State, level_name
 from laconic.ledger import Entry, wire_bytes
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Never, Payload, Streaming, Sync, level_name
+from laconic.plans.schedules import Never, Payload, Streaming, Sync
 from laconic.tools.planner.front import Measured, measured
 from laconic.tools.planner.network import NetworkTimes
 from laconic.tools.planner.shapes import Shapes

@@ -23,8 +23,9 @@ from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never
 from laconic.plans.text import plan as parse_plan
 from laconic.tools.compare.running import launch
-from laconic.tools.compare.settings import Script, Settings
+from laconic.tools.compare.runs import Goal, Run
 from laconic.tools.errors import UsageError, check_positive
+from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import loss_of, make_task
 from laconic.tools.launch.failures import WorkerError
 from laconic.tools.launch.folders import run_folder
@@ -149,7 +150,7 @@ def load_model(
 ) -> tuple[str, nn.Module, Callable[[], Tensor] | None]:
     """Make the lab's model, or that of "module:function"; with a function of its next loss, if there is one."""
     if name is None:
-        task, steps = make_task(Settings(plan="ddp()")), count(1)
+        task, steps = make_task(Lab()), count(1)
         model = task.model.to(device)
 
         def loss() -> Tensor:
@@ -182,15 +183,15 @@ def launch_probe(options: ProbeOptions, workers: int, network: Network, show: Sh
         return Probe.read(folder / "probe.json")
 
 
-def script_step(script: Script, network: Network) -> StepTiming:
+def script_step(run: Run, network: Network) -> StepTiming:
     """Run a user's script, whose plan is alone(), for a few steps, and return the seconds of worker 0's."""
     with run_folder() as folder:
-        points = launch(replace(script, steps=STEPS, seconds=STEPS_S), folder, network).curve
+        points = launch(replace(run, goal=Goal(STEPS, STEPS_S)), folder, network).curve
     took = [(b.seconds - a.seconds) / (b.step - a.step) for a, b in pairwise(points[WARM_UP_STEPS:])]
     found = tuple(each for each in took if each > 0)
     if not found:
         raise WorkerError(
-            f"--step-script {script.script}: it ended after {len(points)} reports, and more than {WARM_UP_STEPS + 1} "
+            f"{run.training.title}: it ended after {len(points)} reports, and more than {WARM_UP_STEPS + 1} "
             f"are needed. Let it train for {STEPS} steps."
         )
     return StepTiming(found)

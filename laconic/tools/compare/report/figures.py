@@ -105,7 +105,7 @@ def png(outcomes: Sequence[Outcome], title: str) -> bytes:
 def parts(outcome: Outcome) -> tuple[float, float, float]:
     """The seconds of computing alone, communicating and waiting; their sum is the run's."""
     waiting = outcome.waiting_seconds or 0.0
-    return outcome.seconds - outcome.talking_seconds, outcome.talking_seconds - waiting, waiting
+    return outcome.seconds - outcome.communication_seconds, outcome.communication_seconds - waiting, waiting
 
 
 def _colour(plan: int) -> str:
