@@ -55,21 +55,18 @@ class _Flush:
 class InProcessWorld:
     """Where the threads of a run wait for each other.
 
-    `at_once` is how many threads may compute at a time. With `first_ahead`, worker 0 goes on first after each flush,
-    until it waits again: the others may then read what it has written. `served` is called with all collectives.
+    `at_once` is how many threads may compute at a time. `served` is called with all collectives of a flush.
     """
 
-    def __init__(self, workers: int, at_once: int, first_ahead: bool = False, served: Served | None = None) -> None:
+    def __init__(self, workers: int, at_once: int, served: Served | None = None) -> None:
         self.workers = workers
         self.error: BaseException | None = None
         """The error that has ended the run."""
-        self._first_ahead = first_ahead
         self._served = served
         self._turns = threading.Semaphore(at_once)
         self._changed = threading.Condition()
         self._flushes: dict[Members, _Flush] = {}
-        self._visits, self._barriers = [0] * workers, [0] * workers
-        self._gone: set[int] = set()
+        self._barriers = [0] * workers
         self._lost: set[int] = set()
 
     def group(self, worker: int, members: Sequence[int] | None = None) -> InProcessGroup:
@@ -93,9 +90,6 @@ class InProcessWorld:
             raise
         finally:
             self._turns.release()
-            with self._changed:
-                self._gone.add(worker)
-                self._changed.notify_all()
 
     def lose(self, worker: int) -> None:
         """Take a worker out: flushes that it is missing from raise `LostWorkerError`."""
@@ -115,22 +109,18 @@ class InProcessWorld:
             flush = self._flushes.setdefault(members, _Flush())
             flush.arrived[worker], now = exchange, flush.rounds
             flush.sent = sent
-            self._visits[worker] += 1
             last = len(flush.arrived) == len(members)
         if last:
             self._serve(members, flush)
-        self._wait(lambda: flush.rounds > now, members, worker)
+        self._wait(lambda: flush.rounds > now, members)
 
     def barrier(self, worker: int) -> None:
         """Wait for all workers that were not lost, also for those that are lost meanwhile."""
         with self._changed:
-            self._visits[worker] += 1
             self._barriers[worker] += 1
             mine = self._barriers[worker]
         self._wait(
-            lambda: all(self._barriers[each] >= mine for each in range(self.workers) if each not in self._lost),
-            (),
-            worker,
+            lambda: all(self._barriers[each] >= mine for each in range(self.workers) if each not in self._lost), ()
         )
 
     def _serve(self, members: Members, flush: _Flush) -> None:
@@ -143,28 +133,18 @@ class InProcessWorld:
             flush.rounds += 1
             self._changed.notify_all()
 
-    def _wait(self, over: Callable[[], bool], members: Members, worker: int) -> None:
+    def _wait(self, over: Callable[[], bool], members: Members) -> None:
         """Let others compute until the flush is over, and until it is this worker's turn again."""
         self._turns.release()
         with self._changed:
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: (
-                    self.error is not None
-                    or (over() and self._may_go_on(worker))
-                    or (not over() and self._lost.intersection(members))
-                )
-            )
+            self._changed.wait_for(lambda: self.error is not None or over() or self._lost.intersection(members))
             missing = [] if over() else sorted(self._lost.intersection(members))
         self._turns.acquire()
         if self.error is not None:
             raise RuntimeError("another worker of this simulation has failed.") from self.error
         if missing:
             raise LostWorkerError(f"{names(missing)} was lost.", missing)
-
-    def _may_go_on(self, worker: int) -> bool:
-        ahead = not self._first_ahead or worker == 0 or 0 in self._gone
-        return ahead or self._visits[0] > self._visits[worker]
 
 
 class InProcessGroup(GroupWithQueue):
