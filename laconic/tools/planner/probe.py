@@ -159,10 +159,11 @@ def load_model(
 
         return "the lab's gpt", model, loss
     try:
-        with users_function(name) as make, torch.device(device):
-            made = make()
+        make = users_function(name)
     except (ImportError, AttributeError) as error:
         raise UsageError(f"--model {name}: {error}. Write module:function. {RULE}.") from error
+    with torch.device(device):
+        made = make()
     users_model, users_loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(users_model, nn.Module) or not (users_loss is None or callable(users_loss)):
         raise UsageError(f"--model {name}: it returned {type(made).__name__}. {RULE}.")
