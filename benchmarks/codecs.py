@@ -46,7 +46,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, quantiz
 
 from laconic import ByShape, ErrorFeedback, LowRank, Plan
 from laconic.codecs import Quantized, TopK
-from laconic.codecs.few_bits import width
+from laconic.codecs.quantized import width
 from laconic.exchange import AllToAll, Averaged, Decide, Exchange, Gather, Peers, Request, drive
 
 RUNS = 20

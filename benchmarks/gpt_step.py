@@ -28,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
-from laconic.cost import routed
+from laconic.codecs.routing import routed
 
 VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 50257, 1024, 24, 16, 1024, 32
 

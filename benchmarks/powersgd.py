@@ -43,7 +43,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
-from laconic.cost import routed
+from laconic.codecs.routing import routed
 
 ONE_BUCKET_MB = 1 << 16
 WARM_UP = 6

@@ -8,7 +8,7 @@ A plan answers four questions: when do workers synchronise (`schedule`), how are
 with the mean (`outer`), and with whom (`topology`). The training loop stays as it is.
 """
 
-from laconic.codecs import Batched, ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
+from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopK
 from laconic.cost import sent_bytes
 from laconic.errors import (
     DesyncError,
@@ -47,7 +47,6 @@ from laconic.tools.planner.auto import auto
 __version__ = "0.1.0"
 
 __all__ = [
-    "Batched",
     "ByName",
     "ByShape",
     "Cast",
@@ -74,7 +73,6 @@ __all__ = [
     "Quadratic",
     "Quantized",
     "Session",
-    "Sign",
     "StepObserver",
     "Streaming",
     "TopK",

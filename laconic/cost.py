@@ -9,12 +9,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from laconic.codecs import ByShape, Codec
-from laconic.codecs.contract import wide_dtype
-from laconic.codecs.packing import in_buckets, in_parts
+from laconic.codecs.routing import routed
 from laconic.comm.dry import dry
 from laconic.exchange import Peers, State
 from laconic.ledger import Entry, Ledger
+from laconic.packing import in_buckets, in_parts, wide_dtype
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
 
@@ -95,11 +94,6 @@ def _size(sync: Sync, workers: int, machine: int | None) -> int:
             raise ValueError("a plan with groups of one machine: tell how many workers a machine has.")
         return machine
     return workers if sync.level is None else sync.level
-
-
-def routed(codec: Codec) -> Codec:
-    """Return a codec for all shapes: `codec` itself, or with what it declines sent exactly."""
-    return codec if codec.accepts(torch.Size([])) else ByShape(codec)
 
 
 def meta(named: Named) -> dict[str, Tensor]:

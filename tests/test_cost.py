@@ -11,7 +11,7 @@ from torch import nn
 
 import laconic
 from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
-from laconic.cost import routed
+from laconic.codecs.routing import routed
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Every
 

@@ -37,16 +37,19 @@ def gather_states(state: Any, ledger: Ledger, group: dist.ProcessGroup | None = 
         return [state]
     link = _Link(ledger, group)
     skeleton, tensors = flatten(state)
+    # 1. Worker 0 sends the digests of its tensors; the others keep back what is the same.
     facts = _facts(tensors)
     first: Facts = json.loads(link.from_first(json.dumps(facts).encode()))
     own = {name: tensors[name] for name, fact in facts.items() if link.rank and fact != first.get(name)}
+    # 2. Each message is a head of JSON and the bytes of tensors. Worker 0 needs their lengths, and sends none itself.
     head = json.dumps([skeleton, {name: facts[name] for name in own}]).encode() if link.rank else b""
     sizes = torch.tensor([len(head), sum(t.nbytes for t in own.values())])
-    every_size = link.all(sizes).tolist()
+    every_size = link.all(sizes).tolist()  # [workers, 2]
     message = torch.cat([torch.frombuffer(bytearray(head or b"\0"), dtype=torch.uint8), *map(as_bytes, own.values())])
     messages = link.at_first(message, max(map(sum, every_size)))
     if link.rank:
         return None
+    # 3. Worker 0 reads the messages. What one does not hold is its own.
     read = [
         _read(data[:head_bytes].numpy().tobytes(), data[head_bytes : head_bytes + data_bytes], tensors)
         for data, (head_bytes, data_bytes) in zip(messages[1:], every_size[1:], strict=True)

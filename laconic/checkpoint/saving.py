@@ -184,21 +184,28 @@ class SaveTask:
             )
         self.temporary = folders.make_temporary(self.folder, self.step)
 
-    def find(self) -> None:
-        """Between the barriers: the others find it. Worker 0 cannot have removed it yet."""
-        if self.worker > 0:
+    def find(self) -> bool:
+        """Between the barriers: the others find it, and return whether they do. Worker 0 cannot have removed it yet."""
+        if self.worker > 0 and self.temporary is None:
             with suppress(CheckpointError):
                 self.temporary = folders.find_temporary(self.folder, self.step)
+        return self.temporary is not None
 
     def finish(self, skeleton: Any, tensors: Mapping[str, Tensor]) -> None:
         """After the barriers, and in any thread: write this worker's file, and complete the checkpoint."""
-        temporary = self.temporary = self.temporary or self._find_late()
-        # 1. The file, then its record.
+        # 1. The file, then its record. A shared file system may show the folder late.
+        _wait_until(self.find, min(self.timeout_s, _VISIBLE_WITHIN_S))
+        temporary = self.temporary
+        if temporary is None:
+            raise CheckpointError(
+                f"worker {self.worker} does not see a temporary folder in {self.folder}: worker 0 could not create it, "
+                "or they do not share the folder. With a disk for each worker, save with worker=0, workers=1."
+            )
         try:
             record = files.write_flat(temporary / files.worker_file(self.worker), skeleton, tensors)
             files.write_synced(self._record_path(self.worker), json.dumps(asdict(record)).encode())
         except Exception as error:
-            if not temporary.is_dir():
+            if not temporary.is_dir():  # worker 0 has removed it, and this error only follows from that
                 raise _cancelled() from error
             raise
         # 2. Worker 0 puts the checkpoint in place when all records are there; the others wait for that.
@@ -224,17 +231,6 @@ class SaveTask:
     def _record_path(self, worker: int) -> Path:
         assert self.temporary is not None
         return self.temporary / f"worker-{worker:05d}.json"
-
-    def _find_late(self) -> Path:
-        _wait_until(
-            lambda: folders.find_temporary(self.folder, self.step) is not None, min(self.timeout_s, _VISIBLE_WITHIN_S)
-        )
-        if (found := folders.find_temporary(self.folder, self.step)) is None:
-            raise CheckpointError(
-                f"worker {self.worker} does not see a temporary folder in {self.folder}: worker 0 could not create it, "
-                "or they do not share the folder. With a disk for each worker, save with worker=0, workers=1."
-            )
-        return found
 
     def _collect_records(self) -> list[files.FileRecord]:
         """Wait for the records of all workers, and remove their files."""

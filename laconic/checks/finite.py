@@ -17,10 +17,10 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from laconic.codecs.packing import side_by_side
 from laconic.comm.queue import CollectiveQueue
 from laconic.errors import NonFiniteError, names
 from laconic.exchange import Averaged, Decide, Exchange, Mean, Request, all_finite, intercept
+from laconic.packing import side_by_side
 
 logger = logging.getLogger(__name__)
 

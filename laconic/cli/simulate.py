@@ -64,7 +64,7 @@ def simulate(
     seed: options.Seed = DEFAULT.seed,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with every step.")] = False,
 ) -> None:
-    """Train with many workers in this process, or only tell the time that they would take.
+    """Train with many workers in this process, or only count the time that they would take.
 
     Codecs, schedules and outer steps are the real ones. Losses are those of real processes, bit for bit.
     """

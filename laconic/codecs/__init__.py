@@ -1,17 +1,14 @@
 """Codecs: how tensors are encoded for the network. Each codec is a small frozen value."""
 
-from laconic.codecs.batched import Batched
-from laconic.codecs.by_name import ByName
-from laconic.codecs.by_shape import ByShape
 from laconic.codecs.contract import Codec
 from laconic.codecs.exact import Cast, Exact
 from laconic.codecs.feedback import ErrorFeedback
 from laconic.codecs.low_rank import LowRank
-from laconic.codecs.quantized import Quantized, Sign
+from laconic.codecs.quantized import Quantized
+from laconic.codecs.routing import ByName, ByShape
 from laconic.codecs.sparse import TopK
 
 __all__ = [
-    "Batched",
     "ByName",
     "ByShape",
     "Cast",
@@ -20,6 +17,5 @@ __all__ = [
     "Exact",
     "LowRank",
     "Quantized",
-    "Sign",
     "TopK",
 ]

@@ -37,27 +37,6 @@ def accept_every_shape(codec: object, shape: torch.Size) -> bool:
     return True
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for arithmetic and residuals: float64 for float64, else float32.
-
-    >>> wide_dtype(torch.bfloat16), wide_dtype(torch.float64)
-    (torch.float32, torch.float64)
-    """
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to a narrower dtype; finite numbers beyond its range become its largest, NaN and Inf stay.
-
-    >>> narrowed(torch.tensor([1e9, -1e9, torch.inf]), torch.float16)
-    tensor([ 65504., -65504.,      inf], dtype=torch.float16)
-    """
-    if dtype != torch.float16:  # all others have the range of fp32, but for the last half of a rounding
-        return x.to(dtype)
-    largest = torch.finfo(dtype).max
-    return torch.where(x.isinf(), x, x.clamp(-largest, largest)).to(dtype)
-
-
 def keep_if(ok: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """Return `new` if the 0-d bool `ok` is true, else `old`, without waiting for an accelerator."""
     if ok.device.type == "cpu":

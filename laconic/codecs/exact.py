@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from laconic.codecs.contract import accept_every_shape
-from laconic.codecs.packing import pack, unpack
 from laconic.exchange import Averaged, Exchange, Mean, Peers, State, Tensors, all_finite
 from laconic.kernels.choose import can_collect
+from laconic.packing import on_cuda, pack, unpack
 from laconic.values import as_code
 
 
@@ -33,8 +33,7 @@ class Exact:
 
     def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         """Average `tensors` as they are."""
-        some = next(iter(tensors.values()), None)
-        if reuse and some is not None and some.is_cuda and can_collect(tensors):
+        if reuse and on_cuda(tensors) and can_collect(tensors):
             return (yield from self._collected(tensors, state))
         flat = pack(tensors, alias=reuse)
         if flat.numel():  # no collective for an empty tensor

@@ -9,12 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from laconic.codecs.contract import Codec, check_codec, keep_if, narrowed, wide_dtype
-from laconic.codecs.low_rank import LowRank
-from laconic.codecs.low_rank_state import Factors
+from laconic.codecs.contract import Codec, check_codec, keep_if
+from laconic.codecs.low_rank import Factors, LowRank
 from laconic.codecs.quantized import Quantized
 from laconic.exchange import Averaged, Decide, Exchange, Peers, State, Tensors
-from laconic.kernels.choose import can_fuse_rows, fast_feedback
+from laconic.kernels.choose import has_feedback_kernels, has_matrix_kernels
+from laconic.kernels.cpu import dense_feedback
+from laconic.packing import narrowed, wide_dtype
 from laconic.values import as_code, is_number
 
 
@@ -66,24 +67,22 @@ class ErrorFeedback:
     def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         """Average `tensors` plus their residuals, and keep the new residuals."""
         residual, inner = feedback_state(state)
-        if reuse and self.is_plain and isinstance(self.codec, LowRank):
-            fast = fast_feedback(self.codec, tensors, residual, Factors(inner), peers)
-            if fast is not None:
-                return (yield from fast)
-        quantized = self.codec if isinstance(self.codec, Quantized) and reuse and self.is_plain else None
-        if quantized is not None and peers.size > 1 and can_fuse_rows(quantized, tensors, residual):
-            from laconic.kernels.cuda.shards import quantized_feedback  # needs Triton
-
-            return (yield from quantized_feedback(quantized, tensors, residual, inner, peers))
+        fused = self._fused(tensors, residual, inner, peers) if reuse and tensors and self.is_plain else None
+        if fused is not None:
+            return (yield from fused)
+        # 1. what is to be sent, in fp32, and its average
         inputs = {name: _with_residual(t, residual.get(name), self.decay) for name, t in tensors.items()}
         end = yield from self.codec.average(inputs, inner, peers)
+        # 2. may this step change the residuals?
         ok = end.finite() if end.decided else (yield Decide(end.finite()))
+        # 3. the mean in the dtype of the gradient, and what that rounding loses
         mean = {name: narrowed(end.mean[name], t.dtype) for name, t in tensors.items()}
         lost = {name: x - mean[name].to(x.dtype) for name, x in end.mean.items() if x.dtype != mean[name].dtype}
 
         def own() -> dict[str, Tensor]:  # so that it averages to the mean that is delivered
             return {name: x - lost[name] if name in lost else x for name, x in end.own().items()}
 
+        # 4. what was not delivered is the new residual
         sent = own() if self.subtract == "own" else mean
         for name, x in inputs.items():
             old = residual.get(name)
@@ -91,6 +90,26 @@ class ErrorFeedback:
                 old = torch.zeros_like(x)
             residual[name] = keep_if(ok, x - sent[name], old)
         return Averaged(mean, own, lambda: ok, decided=True)
+
+    def _fused(
+        self, tensors: Tensors, residual: dict[str, Tensor], inner: State, peers: Peers
+    ) -> Exchange[Averaged] | None:
+        """Return an exchange that averages in the memory of the tensors, if there is one for this codec and device."""
+        codec, some = self.codec, next(iter(tensors.values()))
+        if isinstance(codec, LowRank) and codec.may_fuse(tensors, Factors(inner)):
+            if some.is_cuda and has_matrix_kernels(tensors, codec.rank):
+                from laconic.kernels.cuda.fused import fused_feedback  # needs Triton
+
+                return fused_feedback(codec, tensors, residual, Factors(inner), peers)
+            if some.dtype in (torch.float32, torch.float64) and some.device.type != "meta":
+                return dense_feedback(codec, tensors, residual, Factors(inner), peers)
+        if not some.is_cuda or not isinstance(codec, Quantized) or codec.rounding != "nearest" or peers.size == 1:
+            return None
+        if not has_feedback_kernels(tensors, residual, codec.block):
+            return None
+        from laconic.kernels.cuda.shards import quantized_feedback  # needs Triton
+
+        return quantized_feedback(codec.bits, codec.block, tensors, residual, inner, peers)
 
 
 def feedback_state(state: State) -> tuple[dict[str, Tensor], State]:

@@ -8,20 +8,19 @@ turns and Q on odd turns: half the bytes and one round, as in the authors' curre
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from laconic.codecs.contract import keep_if, narrowed, wide_dtype
-from laconic.codecs.low_rank_state import Factors
-from laconic.codecs.orthonormal import orthonormal_all
-from laconic.codecs.packing import aligned, pack, unpack
+from laconic.codecs.contract import keep_if
 from laconic.codecs.quantized import Quantized, check_bits
 from laconic.codecs.shards import Reduced, reduce_in_shards
 from laconic.exchange import Averaged, Decide, Exchange, Mean, Peers, State, Tensors, all_finite, true
+from laconic.kernels.orthonormal import orthonormal_all
+from laconic.packing import aligned, narrowed, pack, unpack, wide_dtype
 from laconic.values import as_code, is_number, is_whole
 
 
@@ -131,9 +130,20 @@ class LowRank:
             return Reduced(mean, lambda: own)
         # Transposed, so that the numbers of a block belong to one column: columns differ in size.
         turned = {name: x.T.contiguous() for name, x in own.items()}
-        reduced = yield from reduce_in_shards(turned, Quantized(self.bits), factors.state, peers)
+        reduced = yield from reduce_in_shards(turned, self.of_factors, factors.state, peers)
         back = {name: x.T.contiguous() for name, x in reduced.mean.items()}
         return Reduced(back, lambda: {name: x.T for name, x in reduced.own().items()})
+
+    @property
+    def of_factors(self) -> Quantized:
+        """The codec of the factors' numbers, where `bits` is given."""
+        return Quantized(self.bits or 8)
+
+    def may_fuse(self, tensors: Tensors, factors: Factors) -> bool:
+        """Return whether all matrices are contiguous and send the same factor at this call, as fused paths need it."""
+        if not self.warm_start or not all(t.is_contiguous() for t in tensors.values()):
+            return False
+        return self.rounds == "two" or factors.in_step(tensors)
 
     def first_q(self, name: str, shape: torch.Size, factors: Factors, like: Tensor) -> Tensor:
         """Return the Q to start from, [columns, rank]: the last one, or a random one, equal on all workers."""
@@ -146,6 +156,49 @@ class LowRank:
         rows, columns = shape[0], shape[1:].numel()
         dtype = wide_dtype(like.dtype)
         return torch.randn(columns, min(self.rank, rows, columns), generator=generator, dtype=dtype).to(like.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """A view of the state dict of `LowRank`, by parameter name: only this class knows the keys of the dict."""
+
+    state: State
+
+    @property
+    def p(self) -> dict[str, Tensor]:
+        """The last P of each matrix, [rows, rank]."""
+        p: dict[str, Tensor] = self.state.setdefault("p", {})
+        return p
+
+    @property
+    def q(self) -> dict[str, Tensor]:
+        """The last Q of each matrix, [columns, rank]."""
+        q: dict[str, Tensor] = self.state.setdefault("q", {})
+        return q
+
+    def turn(self, name: str) -> int:
+        """Return the number of calls that updated the matrix `name`."""
+        turn: int = self.state.get("turn", {}).get(name, 0)
+        return turn
+
+    def sends_q(self, name: str) -> bool:
+        """Return whether alternating rounds send Q at this call (odd turns), and not P (even turns)."""
+        return self.turn(name) % 2 == 1
+
+    def in_step(self, names: Iterable[str]) -> bool:
+        """Return whether all these matrices send the same factor at this call."""
+        turns: dict[str, int] = self.state.get("turn", {})
+        return len({turns.get(name, 0) % 2 for name in names}) == 1
+
+    def advance(self, names: Iterable[str]) -> None:
+        """Count a call for these matrices."""
+        turns: dict[str, int] = self.state.setdefault("turn", {})
+        turns.update({name: turns.get(name, 0) + 1 for name in names})
+
+    def cache(self, key: str) -> dict[Any, Any]:
+        """Return a dict for what kernels prepare once for each memory layout. It is never saved."""
+        cache: dict[Any, Any] = self.state.setdefault(f"_{key}", {})
+        return cache
 
 
 def _check_types(rank: object, min_compression: object, warm_start: object, seed: object) -> None:

@@ -8,10 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.codecs import few_bits
-from laconic.codecs.quantized import averaged_in_rows, check_bits
+from laconic.codecs.quantized import (
+    SCALE_BYTES,
+    averaged_in_rows,
+    check_bits,
+    pack_bits,
+    pack_indices,
+    scales,
+    unpack_bits,
+    unpack_indices,
+    width,
+)
 from laconic.exchange import Averaged, Exchange, Peers, State, Tensors
-from laconic.kernels.choose import can_decode, can_encode
+from laconic.kernels.choose import has_row_kernels
 from laconic.values import as_code, is_number, is_whole
 
 _LEVELS, _SPLIT = (0.92, 1.32), 1.12
@@ -74,10 +83,10 @@ class TopK:
 
     def encode(self, rows: Tensor, counts: Tensor | None, keys: Tensor | None) -> Tensor:
         """Encode chunks: values, then places, in ascending order of places."""
-        if can_encode(rows, self.chunk, least=256, most=8192):
+        if has_row_kernels(rows, rows.dtype, self.chunk, least=256):
             from laconic.kernels.cuda.rows import encode_largest  # needs Triton
 
-            return encode_largest(rows, self.kept, self.bits)
+            return encode_largest(rows, self.kept, self.values_bytes, self.bits)
         places = rows.abs().topk(self.kept, dim=1, sorted=False).indices.sort(1).values
         values = rows.gather(1, places)
         if self.bits is None:
@@ -85,25 +94,30 @@ class TopK:
         else:
             mean = values.abs().mean(1, keepdim=True).to(torch.bfloat16)
             codes = (values > 0).to(torch.uint8) + 2 * (values.abs() > _SPLIT * mean).to(torch.uint8)
-            encoded = torch.cat([mean.view(torch.uint8), few_bits.pack_bits(codes, self.bits)], dim=1)
-        return torch.cat([encoded, few_bits.pack_indices(places, self._place_bits)], dim=1)
+            encoded = torch.cat([mean.view(torch.uint8), pack_bits(codes, self.bits)], dim=1)
+        return torch.cat([encoded, pack_indices(places, self._place_bits)], dim=1)
 
     def decode(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
         """Decode messages into chunks, with zeros between the values."""
-        if can_decode(messages, dtype, self.chunk, least=256, most=8192):
+        if has_row_kernels(messages, dtype, self.chunk, least=256):
             from laconic.kernels.cuda.rows import decode_largest  # needs Triton
 
             return decode_largest(messages, self.kept, self.chunk, self.bits)
-        size = 4 * self.kept if self.bits is None else few_bits.width(self.kept, self.bits)
+        size = self.values_bytes
         encoded = messages[..., :size]
         if self.bits is None:
             values = encoded.contiguous().view(torch.float32).to(dtype)
         else:
-            mean = few_bits.scales(encoded).to(dtype)
-            codes = few_bits.unpack_bits(encoded[..., few_bits.SCALE_BYTES :], self.bits, self.kept)
+            mean = scales(encoded).to(dtype)
+            codes = unpack_bits(encoded[..., SCALE_BYTES:], self.bits, self.kept)
             values = torch.where(codes > 1, mean * _LEVELS[1], mean * _LEVELS[0]) * ((codes & 1).to(dtype) * 2 - 1)
-        places = few_bits.unpack_indices(messages[..., size:], self._place_bits, self.kept)
+        places = unpack_indices(messages[..., size:], self._place_bits, self.kept)
         return values.new_zeros((*values.shape[:-1], self.chunk)).scatter_(-1, places, values)
+
+    @property
+    def values_bytes(self) -> int:
+        """The bytes of a chunk's values in a message; its places follow."""
+        return 4 * self.kept if self.bits is None else width(self.kept, self.bits)
 
     @property
     def _place_bits(self) -> int:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from laconic.codecs.packing import cut, in_buckets, overlapping, pack, same_memory, side_by_side, unpack
 from laconic.comm.collectives import sums_exactly
 from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Averaged, Exchange, Mean, all_finite
+from laconic.packing import cut, in_buckets, overlapping, pack, same_memory, side_by_side, unpack
 
 LARGE_BYTES = 1 << 20
 """Tensors of this size are averaged in their own memory. Smaller ones are packed: a copy costs less than latency."""

@@ -16,11 +16,11 @@ from laconic.errors import ElasticError, ReplacedError
 
 
 class HeartbeatMonitor:
-    """Writes this worker's heartbeats and watches those of others; one without any for `silence_s` is dead."""
+    """Writes this worker's heartbeats, and watches others: one without any for `heartbeat_timeout_s` is dead."""
 
-    def __init__(self, store: BoundedStore, id: str, tag: str, silence_s: float) -> None:
+    def __init__(self, store: BoundedStore, id: str, tag: str, heartbeat_timeout_s: float) -> None:
         self._store, self._id, self._tag = store, id, tag
-        self._silence_s, self._pause_s = silence_s, silence_s / 5
+        self._timeout_s, self._pause_s = heartbeat_timeout_s, heartbeat_timeout_s / 5
         self._lock = threading.Lock()
         self._watched: dict[str, tuple[bytes, float]] = {}
         """The last counter of each watched worker, and when it changed."""
@@ -58,7 +58,7 @@ class HeartbeatMonitor:
         """Return whether a worker is alive. Workers that are not watched count as alive."""
         with self._lock:
             _, changed_s = self._watched.get(tag, (b"", self._looked_s))
-            return tag == self._tag or self._looked_s - changed_s < self._silence_s
+            return tag == self._tag or self._looked_s - changed_s < self._timeout_s
 
     def watch_for_joins(self, attempt: int | None) -> None:
         """Set `join_requested` when a worker registers for this attempt."""

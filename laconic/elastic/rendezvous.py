@@ -118,6 +118,7 @@ class Rendezvous:
         self._raise_counter("generation", membership.generation)
 
     def _join_attempt(self, attempt: int, member: Member, is_over: Callable[[], bool]) -> Membership | None:
+        # 1. Register, and watch the members of the last group: they are expected here, too.
         number = self._store.add(f"{attempt}/count", 1)
         self._store.set(f"{attempt}/member/{number}", json.dumps(asdict(member)))
         last = self._read_membership(attempt - 1)
@@ -129,10 +130,12 @@ class Rendezvous:
             self._monitor.raise_if_failed()
             if is_over():
                 return None
+            # 2. Has a worker closed the attempt?
             membership = self._read_membership(attempt)
             if membership is not None:
                 self._open_next(membership)
                 return membership
+            # 3. Who is here and alive, and is anybody missing who is alive?
             self._read_registered(attempt, registered)
             present = sorted((m for m in registered.values() if self._monitor.alive(m.tag)), key=lambda m: m.order)
             tags = {each.tag for each in registered.values()}
@@ -140,6 +143,7 @@ class Rendezvous:
             missing = any(each.tag not in tags and self._monitor.alive(each.tag) for each in expected)
             if missing:
                 complete_since_s = now
+            # 4. Close the attempt, wait for more, or give up.
             problem = self._problem(present, expected)
             if problem is None and not (missing and now - begun_s < self._rules.wait_s):
                 self._close(attempt, present)

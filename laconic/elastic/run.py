@@ -167,14 +167,21 @@ class Run:
     @property
     def worker(self) -> int:
         """The rank of this worker. It changes when workers come or go."""
-        assert self._membership is not None, "the group is formed by steps()"
-        return next(rank for rank, each in enumerate(self._membership.members) if each.tag == self.world.tag)
+        return next(rank for rank, each in enumerate(self._formed.members) if each.tag == self.world.tag)
 
     @property
     def workers(self) -> int:
         """The number of workers."""
-        assert self._membership is not None, "the group is formed by steps()"
-        return len(self._membership.members)
+        return len(self._formed.members)
+
+    @property
+    def _formed(self) -> Membership:
+        if self._membership is None:
+            raise RuntimeError(
+                "Run.worker, Run.workers: there is no group yet. The first step forms it: use step.worker and "
+                "step.workers inside `for step in run.steps(total)`."
+            )
+        return self._membership
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -269,8 +276,10 @@ class Run:
         monitor = self.world.monitor
         if isinstance(monitor.error, ReplacedError):
             raise monitor.error
+        # 1. Copy the state to host memory. It does not count yet.
         step = self.session.step
         self._history.take(step, self.members)
+        # 2. Gather four numbers of each worker: whoever has them all knows that all others hold the snapshot, too.
         rows = self.session.gather([step, self._stop, monitor.join_requested, monitor.error is not None])
         steps, stops, joins, failures = zip(*rows, strict=True)
         if set(steps) != {step}:
@@ -278,6 +287,7 @@ class Run:
                 f"after the same synchronisation, workers are at the steps {list(steps)}. Every worker must call its "
                 "optimizer once in each step."
             )
+        # 3. It counts. All workers have the same rows, so they decide the same.
         self._history.commit(self._save_every)
         self.stopped = any(stops)
         return not self.stopped and any(joins + failures)
@@ -360,14 +370,17 @@ class Run:
     def _connect(self, membership: Membership) -> None:
         """Connect to the other members, and continue from the step that all of them agree on."""
         world, before, self._membership = self.world, self.members, membership
-        check = partial(world.check_forming, membership)
+        check = partial(world.check_forming, membership)  # ends every wait below when a member dies
+        # 1. The process group of the members.
         world.barrier("ready", membership)
         with world.store.cancelled_by(check):
             group = connect(world.store, f"{membership.attempt}/group", self.worker, self.workers)
             regroup(self.session, group, world.timeout_s)
+            # 2. The state of the last commit: this worker's own, or that of the member that sends it.
             snapshot = transfer(membership, self.worker, self._history, group, world.timeout_s, check)
         self._history.resume(snapshot, membership.generation, save=self._save_every is not None)
         self._commits.reset()
+        # 3. Once all hold it, older generations may not continue.
         world.barrier("resumed", membership)
         world.rendezvous.confirm(membership)
         world.monitor.watch_for_joins(membership.attempt + 1)

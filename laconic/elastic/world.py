@@ -43,7 +43,7 @@ def join(
     id: str | int | None = None,
     least: int = 1,
     expect: int | None = None,
-    silence_s: float = 2.0,
+    heartbeat_timeout_s: float = 2.0,
     wait_s: float = 60.0,
 ) -> ElasticWorld:
     """Join a run whose workers may come and go.
@@ -55,8 +55,8 @@ def join(
     than half of all workers, two parts of a divided network cannot both continue. The run begins when `expect` workers
     have joined, by default `least`.
 
-    A worker without a heartbeat for `silence_s` is dead. `wait_s` is how long workers that are too few wait for more,
-    and how long they wait for a worker that is alive but does not come to the rendezvous.
+    A worker without a heartbeat for `heartbeat_timeout_s` is dead. `wait_s` is how long workers that are too few wait
+    for more, and how long they wait for a worker that is alive but does not come to the rendezvous.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -77,11 +77,11 @@ def join(
         raise ValueError(
             f"join(least={least!r}, expect={expect!r}): both must be whole numbers, with 1 <= least <= expect."
         )
-    for word, value in (("silence_s", silence_s), ("wait_s", wait_s)):
+    for word, value in (("heartbeat_timeout_s", heartbeat_timeout_s), ("wait_s", wait_s)):
         if not value > 0:
             raise ValueError(f"join({word}={value!r}): {word} must be a number of seconds above 0.")
     assert name is not None
-    return ElasticWorld(_connected(store), run, name, Rules(least, expect, wait_s), silence_s, agent)
+    return ElasticWorld(_connected(store), run, name, Rules(least, expect, wait_s), heartbeat_timeout_s, agent)
 
 
 def _default_id(agent: int | None) -> str | None:
@@ -114,7 +114,7 @@ class ElasticWorld:
     """
 
     def __init__(
-        self, store: Store, run: str, id: str, rules: Rules, silence_s: float, agent: int | None = None
+        self, store: Store, run: str, id: str, rules: Rules, heartbeat_timeout_s: float, agent: int | None = None
     ) -> None:
         self.run, self.id, self._agent = run, id, agent
         self.tag = f"{id}#{uuid.uuid4().hex[:8]}"
@@ -122,7 +122,7 @@ class ElasticWorld:
         """How long torch lets a collective take. Lost workers are found long before."""
         name = f"the store of this run at {store.host}:{store.port}" if isinstance(store, TCPStore) else "the store"
         self.store = BoundedStore(PrefixStore(f"laconic/{run}", store), name=name)
-        self.monitor = HeartbeatMonitor(self.store, id, self.tag, silence_s)
+        self.monitor = HeartbeatMonitor(self.store, id, self.tag, heartbeat_timeout_s)
         self.rendezvous = Rendezvous(self.store, self.monitor, rules)
 
     @property

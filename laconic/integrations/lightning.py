@@ -18,7 +18,7 @@ weights and moments (`session.ledger.totals(by="phase")["checkpoint"]`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -29,11 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import laconic
-from laconic import Ledger, Plan, Session, StepObserver
+from laconic import Plan, Session, StepObserver
 from laconic.checkpoint import resize as resize_states
 from laconic.checkpoint.gathering import gather_states
-from laconic.checks.finite import NonFinite
-from laconic.session.weights import Anchors, Commit
+from laconic.integrations import worker_files
 
 logger = logging.getLogger("laconic.lightning")
 
@@ -50,14 +49,7 @@ class Laconic(Callback):  # type: ignore[misc]
 
     Args:
         plan: A plan, or its text, such as "power_sgd(rank=32)".
-        ledger: As in `laconic.attach`, and so are the next seven.
-        commit: How synchronised weights take effect.
-        anchors: Where the weights are kept that deltas start from.
-        timeout_s: How long to wait for the other workers in one collective.
-        nonfinite: What NaN or Inf on one worker leads to.
-        verify_every: After how many synchronisations weights are compared.
-        clip_norm: Like `Trainer(gradient_clip_val=...)`, and also under manual optimization and for fused optimizers.
-        observers: What watches the session, such as `laconic.Guard("warn")`.
+        attach: What attaches the plan, for options: `functools.partial(laconic.attach, clip_norm=1.0)`.
         resize: Resume from a checkpoint of another number of workers: their residuals are divided among those that are
             there, and keep their "sum" or their "mean", as in `laconic.checkpoint.resize`. None refuses.
     """
@@ -66,29 +58,19 @@ class Laconic(Callback):  # type: ignore[misc]
         self,
         plan: Plan | str,
         *,
-        ledger: Ledger | None = None,
-        commit: Commit = "streaming",
-        anchors: Anchors = "device",
-        timeout_s: float | None = None,
-        nonfinite: NonFinite | None = None,
-        verify_every: int | None = None,
-        clip_norm: float | None = None,
-        observers: Sequence[StepObserver] = (),
+        attach: Callable[..., Session] = laconic.attach,
         resize: Literal["sum", "mean"] | None = None,
     ) -> None:
         if resize not in ("sum", "mean", None):
             raise ValueError(f'Laconic(resize={resize!r}): resize must be "sum", "mean" or None.')
         self.plan = laconic.plan(plan) if isinstance(plan, str) else plan
         self.session: Session | None = None
-        self._ledger, self._commit, self._anchors, self._timeout_s = ledger, commit, anchors, timeout_s
-        self._nonfinite, self._verify_every, self._clip_norm = nonfinite, verify_every, clip_norm
-        self._observers = tuple(observers)
-        self._resize = resize
+        self._attach, self._resize = attach, resize
         self._restored: Mapping[str, Any] | None = None
         """What this worker loads when training starts."""
         self._last: dict[str, Any] | None = None
         """The state of the session when it was detached, for a checkpoint that is saved after `fit`."""
-        self._silence = _Silence()
+        self._flag: _SyncFlag | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies that average by other means."""
@@ -103,37 +85,26 @@ class Laconic(Callback):  # type: ignore[misc]
             raise ValueError(
                 f"Trainer(precision='16-mixed', gradient_clip_val={trainer.gradient_clip_val}) with Laconic: gradients "
                 "are unscaled in the optimizer's step, after Lightning would clip them. Leave out gradient_clip_val, "
-                f"and give Laconic(..., clip_norm={trainer.gradient_clip_val}). Or use precision='bf16-mixed'."
+                f"and give Laconic(..., attach=partial(laconic.attach, clip_norm={trainer.gradient_clip_val})). Or use "
+                "precision='bf16-mixed'."
             )
         saved, self._restored = self._restored, None
         text = repr(self.plan) if saved is None else saved["session"]["plan"]
-        self.session = laconic.attach(
-            self.plan if text == repr(self.plan) else laconic.plan(text),
-            trainer.strategy.model,
-            trainer.strategy.optimizers,
-            ledger=self._ledger,
-            commit=self._commit,
-            anchors=self._anchors,
-            timeout_s=self._timeout_s,
-            nonfinite=self._nonfinite,
-            verify_every=self._verify_every,
-            scaler=scaler,
-            clip_norm=self._clip_norm,
-            observers=self._observers,
-        )
+        plan = self.plan if text == repr(self.plan) else laconic.plan(text)
+        model = trainer.strategy.model
+        self.session = self._attach(plan, model, trainer.strategy.optimizers, scaler=scaler)
         if saved is not None:
             _load(saved, trainer, pl_module, self.session)
             if saved["given"] != repr(self.plan):  # not one that a guard or auto() has chosen: the user's own wish
                 self.session.change(self.plan)
-        model = trainer.strategy.model
-        self._silence = _Silence()
         if isinstance(model, DistributedDataParallel) and not pl_module.automatic_optimization:
-            self._silence = _Silence(model)
-            self.session.observe(self._silence)
+            self._flag = _SyncFlag(model)
+            self.session.observe(self._flag)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keep DDP silent in local steps of manual optimization."""
-        self._silence.keep()
+        """Keep DDP from sending in local steps of manual optimization."""
+        if self._flag is not None:
+            self._flag.restore()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Average the gradients of a bare module: Lightning clips them next. DDP has done so in backward."""
@@ -151,7 +122,7 @@ class Laconic(Callback):  # type: ignore[misc]
         self._detach()
 
     def _detach(self) -> None:
-        self._silence = _Silence()
+        self._flag = None
         if self.session is not None and self.session.attached:
             self.session.detach()
 
@@ -163,7 +134,7 @@ class Laconic(Callback):  # type: ignore[misc]
         scaler = _scaler_of(trainer)
         state = {
             "session": own,
-            "model": _tensors_of(pl_module),
+            "tensors": _tensors_of(pl_module),
             "optimizers": [each.state_dict() for each in trainer.strategy.optimizers],
             "scaler": None if scaler is None else scaler.state_dict(),
         }
@@ -216,28 +187,26 @@ def check_strategy(strategy: object) -> None:
         )
 
 
-class _Silence(StepObserver):
-    """Keeps a DDP model silent where the plan sends nothing, under manual optimization.
+class _SyncFlag(StepObserver):
+    """Keeps DDP's `require_backward_grad_sync` as the session has set it, under manual optimization.
 
-    Lightning sets `require_backward_grad_sync` to True after each `training_step`. The session has set it for the next
-    step by then, at the end of the optimizer's step.
+    Lightning sets it to True after each `training_step`. The session has set it for the next step by then, at the end
+    of the optimizer's step.
     """
 
-    def __init__(self, ddp: DistributedDataParallel | None = None) -> None:
+    def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
-        self._sync = True
+        self._sync = ddp.require_backward_grad_sync
 
     def attached(self, session: Session) -> None:
         self.after_step(session)
 
     def after_step(self, session: Session) -> None:
-        assert self._ddp is not None
         self._sync = self._ddp.require_backward_grad_sync
 
-    def keep(self) -> None:
+    def restore(self) -> None:
         """Set again what the session has set."""
-        if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = self._sync
+        self._ddp.require_backward_grad_sync = self._sync
 
 
 def _tensors_of(model: LightningModule) -> dict[str, Tensor]:
@@ -252,18 +221,13 @@ def _differing(state: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
     """Return a worker's state without what Lightning saves: worker 0's weights, optimizers and loss scale."""
     if state is first:
         return {"session": state["session"]}
-    model = {name: t for name, t in state["model"].items() if t is not first["model"].get(name)}
-    return {**state, "model": model}
+    tensors = {name: t for name, t in state["tensors"].items() if t is not first["tensors"].get(name)}
+    return {**state, "tensors": tensors}
 
 
 def _load(saved: Mapping[str, Any], trainer: Trainer, model: LightningModule, session: Session) -> None:
     """Load a worker's state. What it does not hold is worker 0's, which Lightning has loaded."""
-    own = _tensors_of(model)
-    with torch.no_grad():
-        for name, t in saved.get("model", {}).items():
-            own[name].copy_(t)
-    for optimizer, state in zip(trainer.strategy.optimizers, saved.get("optimizers", ()), strict=False):
-        optimizer.load_state_dict(state)
+    worker_files.set_own(_tensors_of(model), trainer.strategy.optimizers, saved)
     if saved.get("scaler") is not None and (scaler := _scaler_of(trainer)) is not None:
         scaler.load_state_dict(saved["scaler"])
     session.load_state_dict(saved["session"])

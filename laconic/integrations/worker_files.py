@@ -7,7 +7,7 @@ worker writes `laconic_<rank>.safetensors` into the folder of the framework's ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from laconic import Session
 from laconic.checkpoint.files import read_state, write_state
@@ -47,7 +48,7 @@ def save(folder: StrPath, session: Session, name: str = "laconic") -> None:
 
 
 def save_own(folder: Path, session: Session, name: str = "laconic") -> None:
-    """Write this worker's file, without a word to the others."""
+    """Write this worker's file. The other workers need not call it."""
     worker, workers = resolve_worker(None, None)
     state: dict[str, Any] = {"format": FORMAT, "worker": worker, "workers": workers, "session": session.state_dict()}
     if session.plan.local and worker > 0:  # the framework saves those of worker 0
@@ -78,13 +79,16 @@ def load(folder: StrPath, session: Session, without: str, name: str = "laconic")
 
 def restore_own(session: Session, state: dict[str, Any]) -> None:
     """Set the weights and moments of this worker, after the framework has loaded those of worker 0."""
-    own = state.get("own")
-    if own is None:
-        return
+    if "own" in state:
+        set_own(_tensors(session), session.optimizers, state["own"])
+
+
+def set_own(tensors: Mapping[str, Tensor], optimizers: Iterable[Optimizer], own: Mapping[str, Any]) -> None:
+    """Set a worker's weights and moments. What `own` does not hold stays as the framework has loaded it."""
     with torch.no_grad():
-        for key, t in _tensors(session).items():
-            t.copy_(own["tensors"][key])
-    for optimizer, saved in zip(session.optimizers, own["optimizers"], strict=True):
+        for name, saved in own.get("tensors", {}).items():
+            tensors[name].copy_(saved)
+    for optimizer, saved in zip(optimizers, own.get("optimizers", ()), strict=False):
         optimizer.load_state_dict(saved)
 
 

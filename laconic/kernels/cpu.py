@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from laconic.codecs.orthonormal import orthonormal_all
-from laconic.codecs.packing import aligned, is_aligned
 from laconic.exchange import Averaged, Decide, Exchange, Peers, Tensors, all_finite
+from laconic.kernels.orthonormal import orthonormal_all
+from laconic.packing import aligned, is_aligned
 
 if TYPE_CHECKING:
-    from laconic.codecs.low_rank import LowRank
-    from laconic.codecs.low_rank_state import Factors
+    from laconic.codecs.low_rank import Factors, LowRank
 
 _BLOCK = 1 << 20
 """Numbers in a block of rows: 4 MB of fp32. Smaller ones cost more in calls and in threads that wait than they save."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
-from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
+from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopK
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Buffers, OptimizerState, Plan
 from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming
@@ -187,7 +187,7 @@ def frugal(bytes: str = "60x", start: int = 1, delay: int = 0) -> Plan:
         if times <= 0.935 * 32 / bits and not delay:
             return quantized_ddp(bits, start=start)
     bits = 2 if times <= 120 else 1
-    codec = ErrorFeedback(Quantized(2) if bits == 2 else Sign())
+    codec = ErrorFeedback(Quantized(2) if bits == 2 else Quantized(1, block=4096))
     period = math.ceil(times / (0.94 if bits == 2 else 0.99) * bits / 32)
     if period > 1:
         return Plan(Streaming(period, min(period, 4), delay, start=start), codec)

@@ -13,11 +13,11 @@ from functools import cached_property, partial
 from typing import Literal, TypeAlias, get_args
 
 from laconic.codecs import Codec, Exact
+from laconic.exchange import Level
 from laconic.plans.outer import Nesterov, Outer
 from laconic.plans.schedules import (
     GRADIENTS,
     Every,
-    Level,
     Nested,
     Never,
     Payload,
@@ -61,10 +61,10 @@ class Plan:
             "outer": (Outer, "Nesterov()"),
             "topology": (Topology, "World()"),
         }
-        for part, (kind, example) in protocols.items():
-            value = getattr(self, part)
+        for name, (kind, example) in protocols.items():
+            value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, type):
-                raise TypeError(f"Plan({part}={value!r}): {part} must be a {part}, such as {example}.")
+                raise TypeError(f"Plan({name}={value!r}): {name} must be a {name}, such as {example}.")
         for option, kinds in (("buffers", Buffers), ("optimizer_state", OptimizerState)):
             if getattr(self, option) not in get_args(kinds):
                 known = " or ".join(repr(kind) for kind in get_args(kinds))

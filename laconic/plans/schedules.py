@@ -14,6 +14,7 @@ from itertools import pairwise
 from math import inf
 from typing import ClassVar, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
+from laconic.exchange import Level
 from laconic.values import as_code, is_number, is_whole
 
 
@@ -22,19 +23,6 @@ class Payload(StrEnum):
 
     GRADIENT = "gradient"
     WEIGHTS = "weights"
-
-
-Level: TypeAlias = int | Literal["machine"] | None
-"""Among whom: groups of so many workers, the workers of one machine, or all (None)."""
-
-
-def level_name(level: Level) -> str:
-    """Return how the ledger names a level.
-
-    >>> level_name(None), level_name(2)
-    ('world', 'groups of 2')
-    """
-    return "world" if level is None else f"groups of {level}" if isinstance(level, int) else level
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from inspect import Parameter, signature
 from typing import Any
 
-from laconic.codecs import Batched, ByName, ByShape, Cast, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
+from laconic.codecs import ByName, ByShape, Cast, ErrorFeedback, Exact, LowRank, Quantized, TopK
 from laconic.errors import PlanError
 from laconic.plans.methods import (
     alone,
@@ -30,7 +30,7 @@ from laconic.plans.outer import Nesterov, Optim
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming
 from laconic.plans.topology import Groups, World
-from laconic.values import call
+from laconic.values import call, is_whole
 
 _METHODS: dict[str, Callable[..., Plan]] = {
     method.__name__: method
@@ -44,8 +44,8 @@ _VOCABULARY: dict[str, Callable[..., object]] = {
     **_METHODS,
     **{kind.__name__: kind for kind in (Plan, Every, Never, Nested, Quadratic, Streaming)},
     **{kind.__name__: kind for kind in (Nesterov, Optim, World, Groups)},
-    **{kind.__name__: kind for kind in (Exact, Cast, LowRank, Quantized, TopK, Sign)},
-    **{kind.__name__: kind for kind in (ErrorFeedback, ByShape, ByName, Batched)},
+    **{kind.__name__: kind for kind in (Exact, Cast, LowRank, Quantized, TopK)},
+    **{kind.__name__: kind for kind in (ErrorFeedback, ByShape, ByName)},
 }
 """What a text may call."""
 _ALWAYS_SHOWN = ("rank", "bits", "period", "fragments", "bytes")
@@ -64,7 +64,7 @@ def call_of(plan: Plan) -> str | None:
             given = {p.name: known[p.name] for p in parameters}
             try:
                 made = method(**given)
-            except ValueError:  # the values mean something else in this method
+            except (TypeError, ValueError):  # these values mean something else in this method
                 continue
             if made == plan:
                 shown = {p.name for p in parameters if given[p.name] != p.default or p.name in _ALWAYS_SHOWN}
@@ -82,8 +82,9 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         if is_dataclass(value):
             found |= {f.name: getattr(value, f.name) for f in fields(value)}
     found["feedback"] = any(isinstance(codec, ErrorFeedback) for codec in codecs)
-    if found.get("period") and (bits := found.get("bits", 1)):
-        found["bytes"] = f"{(32 // bits - 1) * found['period']}x"  # the round number below `frugal`'s limit
+    bits, period = found.get("bits", 1), found.get("period", 1)
+    if is_whole(bits) and is_whole(period):
+        found["bytes"] = f"{(32 // bits - 1) * period}x"  # of the values that mean this plan, a round one
     return found | {
         "codec": plan.codec,
         "group": plan.topology.inner,
@@ -165,9 +166,9 @@ def _build(node: ast.expr, text: str, names: Mapping[str, Callable[..., Any]]) -
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, MemoryError, RecursionError):
-        part = ast.unparse(node)
+        unread = ast.unparse(node)
         raise PlanError(
-            f"{text!r}: cannot read {part!r}. A plan consists of calls, numbers and quoted strings, "
+            f"{text!r}: cannot read {unread!r}. A plan consists of calls, numbers and quoted strings, "
             f"such as {_example(names)}."
         ) from None
 

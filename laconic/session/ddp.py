@@ -22,11 +22,10 @@ from laconic.checks.agreement import Facts
 from laconic.checks.headers import Headers, PendingHeaders
 from laconic.codecs import Codec
 from laconic.codecs.feedback import has_residuals, return_to_residual
-from laconic.comm.queue import CollectiveQueue
-from laconic.comm.running import new_future, resolved
-from laconic.exchange import Averaged, Exchange, all_finite
+from laconic.comm.queue import CollectiveQueue, new_future, resolved
+from laconic.exchange import Averaged, Exchange, Level, all_finite
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Level, Sync
+from laconic.plans.schedules import Sync
 from laconic.session.gradients import GradientAverager, sparse_tables
 from laconic.session.live_model import LiveModel, clean, local_of
 from laconic.session.scaling import ScaledSteps

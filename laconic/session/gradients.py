@@ -14,10 +14,10 @@ from laconic.checks.finite import NonFiniteCheck
 from laconic.checks.headers import Headers
 from laconic.codecs import Codec, Exact
 from laconic.codecs.feedback import has_feedback, residuals_by_name
+from laconic.codecs.routing import routed
 from laconic.comm.averaging import write, written
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
-from laconic.cost import routed
 from laconic.exchange import Averaged, Decide, Exchange, Peers, State
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync

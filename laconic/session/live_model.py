@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from laconic.checks.agreement import Facts, parameter_facts
 from laconic.checks.divergence import differences
 from laconic.codecs import Exact
-from laconic.codecs.packing import bucketed, pack, unpack
 from laconic.comm.averaging import average_in_place, write
 from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Exchange, First, Mean, Peers, State, all_finite
+from laconic.packing import bucketed, pack, unpack
 from laconic.plans.schedules import Payload
 from laconic.torch_private.modules import tensors_of
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from laconic.checks.headers import Header, Headers, exchange_headers
 from laconic.codecs import Codec
-from laconic.codecs.packing import in_buckets
+from laconic.packing import in_buckets
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Sync
 from laconic.session.gradients import GradientAverager, sparse_tables

@@ -25,13 +25,12 @@ from torch.futures import Future
 from laconic.checks.finite import NonFinite, scale_without
 from laconic.checks.headers import exchange_headers
 from laconic.codecs import Codec
-from laconic.codecs.contract import wide_dtype
 from laconic.codecs.feedback import residuals_by_name
-from laconic.codecs.packing import in_buckets, in_parts
 from laconic.comm.averaging import write
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Averaged, Exchange, all_finite, by_itself
+from laconic.packing import in_buckets, in_parts, wide_dtype
 from laconic.plans.outer import Outer
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync

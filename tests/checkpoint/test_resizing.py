@@ -26,7 +26,7 @@ def states_of(workers: int, scale: float = 1.0) -> list[dict[str, Any]]:
 
     return [
         {
-            "plan": "power_sgd(rank=2, bits=None, rounds='alternating')",
+            "plan": "power_sgd(rank=2)",
             "step": 12,
             "state": {"gradient": codec(), "weights": codec(), "outer": {"velocity": {"residual": shared}}},
             "anchor": {"a.weight": shared},
@@ -124,7 +124,7 @@ def learn(worker: int, folder: str, workers_before: int) -> tuple[list[float], R
     target = torch.randn(24, 12)
     model = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 12))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    session = laconic.attach(laconic.power_sgd(rank=1, bits=None, rounds="alternating"), model, optimizer)
+    session = laconic.attach(laconic.power_sgd(rank=1), model, optimizer)
 
     def residuals() -> Residuals:
         found: Residuals = session.state_dict()["state"]["gradient"]["codec"]["residual"]

@@ -225,3 +225,10 @@ def test_a_folder_that_is_a_file(tmp_path):
     for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
         with pytest.raises(CheckpointError, match="step 1 was not saved"):
             checkpoint.save(folder, {}, step=1)
+
+
+def test_a_state_of_too_long_names_is_refused(tmp_path):
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"too long for a safetensors file: .*Join small tensors, or save lists"):
+        checkpoint.save(tmp_path, {"x" * (50 << 20): torch.zeros(1)}, step=2)
+    assert names(tmp_path) == steps(1)

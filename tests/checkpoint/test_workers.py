@@ -183,7 +183,7 @@ def train_and_resume(worker: int, folder: str) -> bool:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        session = laconic.attach(laconic.power_sgd(rank=1, bits=None, rounds="alternating"), model, optimizer)
+        session = laconic.attach(laconic.power_sgd(rank=1), model, optimizer)
         parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "session": session}
         if saving is not None:
             assert saving.wait()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from torch import nn
@@ -22,7 +20,7 @@ class Pair(nn.Module):
             setattr(self, name, nn.Parameter(torch.randn(4, width, dtype=dtype)))
 
 
-def _attach_otherwise(worker: int, what: str) -> tuple[str, float]:
+def _attach_otherwise(worker: int, what: str) -> str:
     odd = worker == 2
     model = Pair(
         swapped=odd and what == "order",
@@ -36,10 +34,9 @@ def _attach_otherwise(worker: int, what: str) -> tuple[str, float]:
     plan = laconic.power_sgd(rank=2 if odd and what == "plan" else 1, seed=int(odd and what == "seed"))
     if odd and what == "groups":
         plan = laconic.post_local_sgd(period=2, group=2)
-    begun = time.monotonic()
     with pytest.raises(laconic.DisagreementError) as error:
         laconic.attach(plan, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return str(error.value), time.monotonic() - begun
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +54,8 @@ def _attach_otherwise(worker: int, what: str) -> tuple[str, float]:
 )
 def test_a_worker_that_differs_is_named_on_all(what, said):
     results = run_workers(_attach_otherwise, 4, (what,))
-    assert all(said in error for error, _ in results), results[0][0]
-    assert len({error for error, _ in results}) == 1
-    assert max(took for _, took in results) < 20  # a hang is 60 s and more; the time itself is on record in the docs
+    assert all(said in error for error in results), results[0]
+    assert len(set(results)) == 1
 
 
 def _start_apart(worker: int, wrapped: bool, sync: bool | None) -> tuple[float, str]:

@@ -65,7 +65,7 @@ class TestAsRoot:
             "--plan",
             "ddp()",
             "--plan",
-            "power_sgd(rank=4, bits=None, rounds='alternating')",
+            "power_sgd(rank=4)",
             "--plan",
             "post_local_sgd(period=2)",
         ]
@@ -81,7 +81,7 @@ class TestAsRoot:
         ddp, low_rank, _ = rows_of(path)
         # 8 steps, each of which sends 1.5 times the model over a link of 50 Mbit/s
         assert ddp["seconds"] > 0.9 * 8 * 1.5 * 4 * ddp["parameters"] * 8 / 50e6  # type: ignore[operator]
-        assert low_rank["seconds"] < ddp["seconds"]  # type: ignore[operator]
+        assert low_rank["network_bytes"] < ddp["network_bytes"] / 2  # type: ignore[operator]
         assert "a real link of 2 @ 1gbit, 2 @ 50mbit" in page.read_text()
 
     def test_killed_and_continued(self, tmp_path, short_tmp):
@@ -144,11 +144,11 @@ def test_where_no_link_can_be_made_its_time_is_computed(outside, tiny, tmp_path,
 @pytest.mark.slow
 def test_the_example_script_until_a_loss(outside, tmp_path):
     path = tmp_path / "out.json"
-    plans = ["--plan", "ddp()", "--plan", "power_sgd(rank=2, bits=None, rounds='alternating')"]
+    plans = ["--plan", "ddp()", "--plan", "power_sgd(rank=2)"]
     given = ["--script", "examples/own_script.py", "--workers", "2", "--until-loss", "0.03", "--json", str(path)]
     ended = outside("-m", "laconic", "compare", "--no-baselines", *given, *plans, "--", "300")
     assert (ended.code, ended.err) == (0, "")
-    for row, plan in zip(rows_of(path), ("ddp()", "power_sgd(rank=2, bits=None, rounds='alternating')"), strict=True):
+    for row, plan in zip(rows_of(path), ("ddp()", "power_sgd(rank=2)"), strict=True):
         assert (row["plan"], row["model"], row["loss_of"], row["ended"]) == (plan, "own_script.py", "training", "loss")
         assert row["loss_final"] <= 0.03  # type: ignore[operator]
         assert 8 < row["steps"] < 300  # type: ignore[operator]

@@ -16,7 +16,7 @@ import laconic
         (["--width", "100"], "--width 100: a GPT of this width has 3 heads"),
         (["--workers", "5000"], "Use --workers 16 or fewer, or laconic simulate."),
         (["--plan", "gossip()"], "gossip"),
-        (["--plan", "power_sgd(rank=0, bits=None, rounds='alternating')"], "rank must be at least 1"),
+        (["--plan", "power_sgd(rank=0)"], "rank must be at least 1"),
         (["--plan", "__import__('os').getcwd()"], "__import__"),
         (["--data", "no/such/path"], "--data no/such/path: there is no such file or folder."),
         (["--json", "no/such/folder/out.json"], "--json no/such/folder/out.json: no file can be written in"),

@@ -9,7 +9,7 @@ import torch
 
 import laconic
 from laconic.codecs import ByShape, ErrorFeedback, LowRank
-from laconic.codecs.low_rank_state import Factors
+from laconic.codecs.low_rank import Factors
 from tests.laws.world import World, averaged, tensors, true_mean
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laconic.codecs.packing import cut, overlapping
 from laconic.comm import Exchange, dry, lockstep
 from laconic.comm.averaging import average_in_place, in_pieces
 from laconic.comm.queue import CollectiveQueue
 from laconic.ledger import Ledger
+from laconic.packing import cut, overlapping
 from tests.workers import run_workers
 
 LIMITS = {"large_bytes": 4_000, "piece_bytes": 10_000}

@@ -114,9 +114,7 @@ def test_post_local_sgd_in_two_groups(wrapped):
 def _grouped_gradients(worker: int) -> tuple[Tensor, Tensor]:
     model, alone = mlp(), mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.attach(
-        laconic.diloco(period=100, lr=0.7, momentum=0.9, codec=laconic.Exact(), group=2), model, optimizer
-    ):
+    with laconic.attach(laconic.diloco(period=100, group=2), model, optimizer):
         x, y = batch(worker, 1)
         F.cross_entropy(model(x), y).backward()
         optimizer.step()

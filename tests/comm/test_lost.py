@@ -22,7 +22,7 @@ LOST, AT = 2, 8
 SOONER = [
     ("ddp()", "dies in it", True),
     ("ddp()", "stands still", False),
-    ("power_sgd(rank=2, bits=None, rounds='alternating')", "stands still", True),
+    ("power_sgd(rank=2)", "stands still", True),
     ("post_local_sgd(period=4)", "dies", False),
     ("post_local_sgd(period=4)", "dies", True),
 ]
@@ -82,7 +82,7 @@ def _acting(collective: Callable[..., Any], place: int, act: Callable[[], None])
     ("text", "how", "wrapped"),
     [
         pytest.param(text, how, wrapped, marks=[pytest.mark.nightly] * ((text, how, wrapped) not in SOONER))
-        for text in ("ddp()", "power_sgd(rank=2, bits=None, rounds='alternating')", "post_local_sgd(period=4)")
+        for text in ("ddp()", "power_sgd(rank=2)", "post_local_sgd(period=4)")
         for how in ("dies", "dies in it", "stands still")
         for wrapped in (True, False)
     ],
@@ -114,7 +114,7 @@ def test_with_batch_norm_under_ddp_too(how, lost):
     "text",
     [
         "post_local_sgd(period=4)",
-        pytest.param("diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())", marks=pytest.mark.slow),
+        pytest.param("diloco(period=4)", marks=pytest.mark.slow),
         pytest.param("diloco(period=4, codec=Cast('bf16'))", marks=pytest.mark.slow),
     ],
 )
@@ -127,7 +127,7 @@ def test_an_atomic_round_leaves_the_weights_as_they_were_before_it(text, how, wo
         assert torch.equal(before, after)
 
 
-def _cancelled(worker: int) -> tuple[str, float]:
+def _cancelled(worker: int) -> str:
     module = mlp(width=600)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     session = laconic.attach(laconic.post_local_sgd(period=2), module, optimizer, timeout_s=50)
@@ -138,15 +138,13 @@ def _cancelled(worker: int) -> tuple[str, float]:
             if worker == LOST:
                 _when_the_large_collective_is_due(stand_still)
             threading.Timer(2, session.cancel_wait).start()
-        begun = time.monotonic()
         try:
             optimizer.step()
         except laconic.LostWorkerError as error:
-            return str(error), time.monotonic() - begun
+            return str(error)
     raise AssertionError("nobody was lost")
 
 
 def test_a_wait_can_be_cancelled():
-    for said, seconds in run_survivors(_cancelled, 3, LOST).values():
-        assert "weights among 3 workers" in said and "was abandoned" in said
-        assert seconds < 25, "half of its timeout"
+    for said in run_survivors(_cancelled, 3, LOST).values():
+        assert "weights among 3 workers" in said and "was abandoned" in said  # a timeout says otherwise

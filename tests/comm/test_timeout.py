@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 import laconic
 from laconic import LostWorkerError
-from laconic.comm.timeout import SLICE, CollectiveTimeout, check_timeout_s
+from laconic.comm.timeout import SLICE, CollectiveTimeout
 from laconic.torch_private.distributed import default_store
 from tests.counting import CountingStore
 
@@ -64,11 +64,6 @@ def test_a_timeout_that_is_not_a_number_of_seconds_is_refused(timeout_s: Any) ->
     with pytest.raises(ValueError, match="it must be a number of seconds above 0, such as 60") as error:
         laconic.attach(laconic.ddp(), model, torch.optim.SGD(model.parameters()), timeout_s=timeout_s)
     assert str(error.value).startswith(f"attach(timeout_s={timeout_s!r}): ")
-
-
-@pytest.mark.parametrize("timeout_s", [None, 1, 0.5, 10**9])
-def test_other_timeouts_are_accepted(timeout_s: float | None) -> None:
-    check_timeout_s(timeout_s)
 
 
 def test_naming_a_lost_worker_takes_few_calls_of_the_store(monkeypatch):

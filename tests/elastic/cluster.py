@@ -38,7 +38,7 @@ class Job:
     least: int = 2
     expect: int = 4
     timeout_s: float = 2.0
-    silence_s: float = 0.8
+    heartbeat_timeout_s: float = 0.8
     wait_s: float = 20.0
     step_s: float = 0.0
     faults: tuple[int, ...] = ()
@@ -95,7 +95,7 @@ def train(job: Job, log: Any) -> None:
         id=job.id,
         least=job.least,
         expect=job.expect,
-        silence_s=job.silence_s,
+        heartbeat_timeout_s=job.heartbeat_timeout_s,
         wait_s=job.wait_s,
     )
     model = Line(1.0 if job.id == "0" else float(os.getpid()))  # the others receive the weights of the first

@@ -91,7 +91,7 @@ def run_chaos(tmp_path, ids, seconds, seed, plan="ddp()", momentum=0.5):
         momentum=momentum,
         least=LEAST,
         expect=len(ids),
-        silence_s=1.0,
+        heartbeat_timeout_s=1.0,
         step_s=0.02,
         folder=str(folder),
         save_every=10,

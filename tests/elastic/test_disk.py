@@ -73,7 +73,7 @@ def test_the_workers_of_a_commit_are_saved(tmp_path):
 def _leave_and_come_back(worker: int, folder: str) -> None:
     ends, store = [], HashStore()
     for leaves_at in (7, None):
-        world = elastic.join(store, id=0, silence_s=0.5)
+        world = elastic.join(store, id=0, heartbeat_timeout_s=0.5)
         torch.manual_seed(worker)
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -97,7 +97,7 @@ def test_all_stop_if_the_part_with_the_store_has_too_few_workers(tmp_path):
 
 
 def test_a_short_interruption_loses_no_worker(tmp_path):
-    slow = {"least": 3, "expect": 4, "silence_s": 8.0, "timeout_s": 30.0}
+    slow = {"least": 3, "expect": 4, "heartbeat_timeout_s": 8.0, "timeout_s": 30.0}
     with sites(5) as network, Cluster(job(tmp_path, network, store=4, **slow)) as cluster:
         start(cluster, network, "0", "1", "2", "3")
         cluster.wait_for_step(10)

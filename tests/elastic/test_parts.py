@@ -50,7 +50,7 @@ def test_in_the_first_generation_all_receive_the_state_of_the_first():
 
 def test_saved_snapshots_wait_for_a_living_worker_that_may_hold_newer_ones():
     store = BoundedStore(HashStore())
-    monitor = HeartbeatMonitor(store, "1", "1#b", silence_s=30.0)
+    monitor = HeartbeatMonitor(store, "1", "1#b", heartbeat_timeout_s=30.0)
     try:
         store.add("heartbeat/0#a", 1)
         rendezvous = Rendezvous(store, monitor, Rules(least=1, expect=1, wait_s=0.2))
@@ -147,7 +147,7 @@ def test_a_wait_for_a_key_can_be_cancelled():
         ({"id": 1, "run": ""}, r"join\(run=''\)"),
         ({"id": 1, "least": 0}, r"1 <= least <= expect"),
         ({"id": 1, "least": 3, "expect": 2}, r"join\(least=3, expect=2\)"),
-        ({"id": 1, "silence_s": 0}, r"join\(silence_s=0\)"),
+        ({"id": 1, "heartbeat_timeout_s": 0}, r"join\(heartbeat_timeout_s=0\)"),
     ],
 )
 def test_join_refuses_wrong_arguments(given, message, monkeypatch):
@@ -169,7 +169,7 @@ def test_a_run_of_one_worker_is_plain_training():
     session = laconic.attach(laconic.ddp(), model, optimizers[0])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 2)
     committed: list[elastic.Committed] = []
-    world = elastic.join(HashStore(), id="alone", silence_s=0.5)
+    world = elastic.join(HashStore(), id="alone", heartbeat_timeout_s=0.5)
     with elastic.Run(
         world, session, model, optimizers[0], also={"scheduler": scheduler}, every=2, on_commit=committed.append
     ) as run:
@@ -199,7 +199,7 @@ def test_an_error_in_the_body_of_a_step_is_raised():
     session = laconic.attach(laconic.ddp(), model, optimizer)
 
     def train() -> None:
-        with elastic.Run(elastic.join(HashStore(), id=0, silence_s=0.5), session, model, optimizer) as run:
+        with elastic.Run(elastic.join(HashStore(), id=0, heartbeat_timeout_s=0.5), session, model, optimizer) as run:
             for step in run.steps(5):
                 with step:
                     raise ZeroDivisionError
@@ -222,7 +222,7 @@ def test_weights_are_averaged_in_copies():
 def test_run_refuses_wrong_counts(given):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    world = elastic.join(HashStore(), id=0, silence_s=0.5)
+    world = elastic.join(HashStore(), id=0, heartbeat_timeout_s=0.5)
     with (
         laconic.attach(laconic.ddp(), model, optimizer) as session,
         pytest.raises(ValueError, match=r"must be a whole number of at least 1"),
@@ -234,7 +234,7 @@ def test_run_refuses_wrong_counts(given):
 def test_run_refuses_workers_that_never_synchronise():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    world = elastic.join(HashStore(), id=0, silence_s=0.5)
+    world = elastic.join(HashStore(), id=0, heartbeat_timeout_s=0.5)
     with (
         laconic.attach(laconic.alone(), model, optimizer) as session,
         pytest.raises(ValueError, match=r"Choose a plan that synchronises, such as laconic.diloco"),

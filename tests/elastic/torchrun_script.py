@@ -22,7 +22,9 @@ from tests.elastic.replay import Line, gradient, optimizer_of
 def train(port: int, logs: Path, total: int, log: Any) -> None:
     names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
     log(started={name: os.environ[name] for name in names}, agent=os.getppid())
-    world = elastic.join(f"127.0.0.1:{port}", least=1, expect=int(os.environ["WORLD_SIZE"]), silence_s=1.0, wait_s=20)
+    world = elastic.join(
+        f"127.0.0.1:{port}", least=1, expect=int(os.environ["WORLD_SIZE"]), heartbeat_timeout_s=1.0, wait_s=20
+    )
     model = Line(1.0)
     optimizer = optimizer_of(model, momentum=0.5)
     session = laconic.attach(laconic.ddp(), model, optimizer, timeout_s=5.0)

@@ -229,7 +229,7 @@ class Quiet(Callback):  # type: ignore[misc]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
-def count_silent_steps(worker: str, leader: str, folder: str) -> None:
+def count_local_steps(worker: str, leader: str, folder: str) -> None:
     """Print the bytes of three local steps, at the interface and in the ledger, also without Lightning's broadcast."""
     as_under_torchrun(int(worker), 2)
     dist.init_process_group("gloo", init_method=f"tcp://{leader}:29500", rank=int(worker), world_size=2)

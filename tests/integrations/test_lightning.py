@@ -94,12 +94,13 @@ def half_precision(worker: int) -> list[list[float]]:
     assert fit(None, plugins=[scaler()]).same(fit("ddp()", plugins=[scaler()]))
     assert fit(None, plugins=[half()]).same(fit("ddp()", strategy=Bare(), plugins=[half()]))
     runs = [
-        fit(plan, plugins=[scaler()], options={"clip_norm": 1.0}) for plan in (COMPRESSED, "Plan(schedule=Every(5))")
+        fit(plan, plugins=[scaler()], options={"attach": partial(laconic.attach, clip_norm=1.0)})
+        for plan in (COMPRESSED, "Plan(schedule=Every(5))")
     ]
     for run in runs:
         assert run.session.step == 2 * BATCHES
         assert run.trainer.precision_plugin.scaler.get_scale() < 2.0**18
-    with pytest.raises(ValueError, match=r"gradient_clip_val=0.5\) with Laconic: .* Laconic\(..., clip_norm=0.5\)"):
+    with pytest.raises(ValueError, match=r"gradient_clip_val=0.5\) with Laconic: .*attach, clip_norm=0.5\)"):
         fit("ddp()", plugins=[half()], gradient_clip_val=0.5)
     return [run.weights.tolist() for run in runs]
 
@@ -151,7 +152,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(plan, net, tmp_path):
     saved = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)
     first, second = saved["laconic"]["workers"]
     assert bool(first["session"]["in_flight"]) == ("streaming" in plan)
-    assert set(first) == {"session"} and bool(second["model"]) == laconic.plan(plan).local
+    assert set(first) == {"session"} and bool(second["tensors"]) == laconic.plan(plan).local
     assert torch.equal(
         flat(net.load_from_checkpoint(tmp_path / "epoch=1.ckpt", weights_only=True)),
         torch.cat([saved["state_dict"][name].flatten() for name, _ in net().named_parameters()]),

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.frameworks, needs_root[1]]
 
 
 def test_the_interface_sends_nothing_in_local_steps(tmp_path):
-    code = "import sys; from tests.integrations.lightning_runs import count_silent_steps as c; c(*sys.argv[1:])"
+    code = "import sys; from tests.integrations.lightning_runs import count_local_steps as c; c(*sys.argv[1:])"
     for out in run_on_hosts(2, code, "{rank}", "{leader}", str(tmp_path)):
         for what, (interface, ledger) in json.loads(out).items():
             assert ledger == 0, what

@@ -97,7 +97,7 @@ INTERPRETED = """
 import sys
 import torch
 from laconic.codecs import ByShape, ErrorFeedback, LowRank
-from laconic.codecs.low_rank_state import Factors
+from laconic.codecs.low_rank import Factors
 from laconic.comm.lockstep import lockstep
 from laconic.exchange import Mean, Peers
 from laconic.kernels.cuda.collect import Collection

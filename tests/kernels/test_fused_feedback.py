@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from laconic.codecs import ByShape, ErrorFeedback, LowRank
-from laconic.codecs.orthonormal import orthonormal
 from laconic.comm.lockstep import in_turn, lockstep
 from laconic.exchange import State
+from laconic.kernels.orthonormal import orthonormal
 from tests.kernels.gradients import DEVICES, SHAPES, close, inputs, run
 from tests.laws.world import exchanges_of, same_bits
 

@@ -9,15 +9,16 @@ import copy
 import os
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from laconic.codecs import ErrorFeedback, LowRank, few_bits
-from laconic.codecs.low_rank_state import Factors
-from laconic.codecs.quantized import Quantized
+from laconic.codecs import ErrorFeedback, LowRank
+from laconic.codecs.low_rank import Factors
+from laconic.codecs.quantized import Quantized, decode_rows, encode_rows, unpack_indices, width
 from laconic.codecs.sparse import TopK
 from laconic.comm.lockstep import lockstep
 from laconic.exchange import Peers, State
@@ -59,19 +60,20 @@ def check_rows(device: str, bits: int) -> None:
         counts = torch.full((37,), block)
         counts[PADDED] = 5
         for given in (None, counts):
-            expected = few_bits.encode(x, bits, given)
-            got = kernels.encode(x.to(device), bits, None if given is None else given.to(device))
+            expected = encode_rows(x, bits, given)
+            there = None if given is None else given.to(device)
+            got = kernels.encode(x.to(device), width(block, bits), bits, there)
             finite = torch.arange(37).ne(NAN) & torch.arange(37).ne(INFINITE)
             if bits > 2:
                 assert torch.equal(got.cpu()[finite], expected[finite])
             else:  # the sum of a row may be rounded otherwise
-                a, b = (few_bits.decode(m.cpu()[finite], bits, block, torch.float32) for m in (got, expected))
+                a, b = (decode_rows(m.cpu()[finite], bits, block, torch.float32) for m in (got, expected))
                 assert ((a - b).norm(dim=1) <= 0.01 * b.norm(dim=1)).all()
             decoded = kernels.decode(got, bits, block)
-            assert equal(decoded, few_bits.decode(got.cpu(), bits, block, torch.float32))
+            assert equal(decoded, decode_rows(got.cpu(), bits, block, torch.float32))
             assert not decoded[NAN].isfinite().any()
             assert not decoded[INFINITE].isfinite().all()
-    assert kernels.encode(torch.zeros(0, 128).to(device), bits, None).shape == (0, few_bits.width(128, bits))
+    assert kernels.encode(torch.zeros(0, 128).to(device), width(128, bits), bits, None).shape == (0, width(128, bits))
 
 
 def check_largest(device: str, codec: TopK) -> None:
@@ -80,7 +82,8 @@ def check_largest(device: str, codec: TopK) -> None:
 
     x = rows(9, codec.chunk)
     x[INFINITE, 1] = 1.0
-    expected, got = codec.encode(x, None, None), kernels.encode_largest(x.to(device), codec.kept, codec.bits)
+    expected = codec.encode(x, None, None)
+    got = kernels.encode_largest(x.to(device), codec.kept, codec.values_bytes, codec.bits)
     distinct = [0, 3, INFINITE, 8]
     assert torch.equal(got.cpu()[distinct], expected[distinct])
     decoded = kernels.decode_largest(got, codec.kept, codec.chunk, codec.bits)
@@ -117,8 +120,9 @@ def check_feedback(device: str, bits: int, dtype: torch.dtype, workers: int = 3)
         given[1]["full"][7] = torch.nan if step == 2 else 0.5
         before, kept = copy.deepcopy(given), copy.deepcopy(residuals)
         expected = averaged(ErrorFeedback(codec), before, plain)
+        fused = partial(quantized_feedback, bits, codec.block)
         each_worker = enumerate(zip(given, residuals, fast, strict=True))
-        ends = lockstep([quantized_feedback(codec, *each, Peers(rank, workers)) for rank, each in each_worker])
+        ends = lockstep([fused(*each, Peers(rank, workers)) for rank, each in each_worker])
         for worker, end in enumerate(ends):
             assert bool(end.finite()) == (step < 2)
             for name, mean in end.mean.items():
@@ -221,7 +225,7 @@ def test_the_codecs_choose_the_kernels():
 def test_places_are_sent_in_ascending_order():
     codec = TopK(0.1, chunk=256)
     message = codec.encode(rows(9, 256), None, None)
-    places = few_bits.unpack_indices(message[:, 4 * codec.kept :], 8, codec.kept)
+    places = unpack_indices(message[:, 4 * codec.kept :], 8, codec.kept)
     assert (places.diff() > 0).all()
 
 

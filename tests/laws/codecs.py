@@ -9,72 +9,51 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.codecs import Batched, ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, Sign, TopK
+from laconic.algorithms.ddp_comm_hooks.batched import Batched
+from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopK
 from laconic.exchange import Averaged
 from tests.laws.world import World
 
 QUICK: list[Codec] = [
-    Exact(),
-    Cast("bf16"),
-    ByShape(LowRank(rank=1)),
-    ByShape(ErrorFeedback(LowRank(rank=2))),
-    ByShape(ErrorFeedback(LowRank(rank=2, rounds="alternating")), rest=ErrorFeedback(Cast("fp16"))),
-    ByShape(ErrorFeedback(LowRank(rank=2, rounds="alternating"), subtract="mean")),
-    Batched(ErrorFeedback(LowRank(rank=1))),
-    ErrorFeedback(Quantized(2, block=8)),
-    ByShape(ErrorFeedback(LowRank(rank=2, bits=4)), rest=ErrorFeedback(Quantized(8))),
-    ByShape(ErrorFeedback(TopK(0.1, chunk=64, bits=2))),
+    Exact(),  # exact × no wrapper
+    Cast("bf16"),  # cast × no wrapper
+    ByShape(LowRank(rank=1), rest=Exact(wide=True)),  # two rounds × routing to a wide mean; rank 1 × no feedback
+    ByShape(ErrorFeedback(LowRank(rank=2))),  # two rounds × feedback inside routing, as in power_sgd(bits=None)
+    ByShape(ErrorFeedback(LowRank(rank=2, rounds="alternating"), subtract="mean")),  # alternating × torch's feedback
+    ByShape(ErrorFeedback(LowRank(rank=2, bits=4)), rest=ErrorFeedback(Quantized(4))),  # 4 bits × factors: power_sgd()
+    ErrorFeedback(Quantized(2, block=8)),  # 2 bits × feedback × small blocks
+    ByShape(ErrorFeedback(TopK(0.1, chunk=64, bits=2)), rest=ErrorFeedback(Quantized(4))),  # sparse × 2 bits × feedback
+    Batched(ErrorFeedback(LowRank(rank=1))),  # batched × feedback
 ]
 """One codec of each kind. The tests of all others are marked slow."""
 CODECS: list[Codec] = [
     *QUICK,
-    Quantized(4),
-    ByShape(ErrorFeedback(LowRank(rank=4, rounds="alternating", min_compression=0))),
-    ByShape(LowRank(rank=4, warm_start=False, seed=7)),
-    ErrorFeedback(LowRank(rank=1)),
-    LowRank(rank=2, rounds="alternating"),
-    Exact(wide=True),
-    Cast("fp16"),
-    LowRank(rank=2),
-    ErrorFeedback(Exact()),
-    ErrorFeedback(Cast("bf16")),
-    ErrorFeedback(Cast("fp16")),
-    ErrorFeedback(LowRank(rank=2, rounds="alternating", min_compression=0)),
-    ByShape(LowRank(rank=2)),
-    ByShape(LowRank(rank=4, min_compression=0)),
-    ByShape(LowRank(rank=1, rounds="alternating")),
-    ByShape(LowRank(rank=4, rounds="alternating", min_compression=1)),
-    ByShape(LowRank(rank=1, warm_start=False)),
-    ByShape(ErrorFeedback(LowRank(rank=1))),
-    ByShape(ErrorFeedback(LowRank(rank=4))),
-    ByShape(ErrorFeedback(LowRank(rank=1, rounds="alternating"))),
-    ByShape(ErrorFeedback(LowRank(rank=2, warm_start=False))),
-    ByShape(ErrorFeedback(LowRank(rank=2)), rest=Cast("bf16")),
-    ByShape(LowRank(rank=2), rest=Exact(wide=True)),
-    ErrorFeedback(ByShape(LowRank(rank=1, rounds="alternating"), rest=Cast("bf16"))),
-    ErrorFeedback(ByShape(LowRank(rank=2))),
-    ErrorFeedback(LowRank(rank=2), subtract="mean"),
-    Batched(LowRank(rank=2)),
-    ErrorFeedback(Batched(LowRank(rank=4, rounds="alternating"))),
-    Quantized(8),
-    Quantized(2),
-    Quantized(1),
-    Quantized(4, rounding="stochastic"),
-    Sign(),
-    ErrorFeedback(Quantized(8)),
-    ErrorFeedback(Quantized(4)),
-    ErrorFeedback(Quantized(1)),
-    ErrorFeedback(Quantized(4, block=16, rounding="stochastic")),
-    ErrorFeedback(Sign(block=64)),
-    ByShape(TopK(0.1, chunk=64)),
-    ByShape(LowRank(rank=2, bits=8)),
-    ByShape(ErrorFeedback(LowRank(rank=2, bits=2))),
-    ByShape(ErrorFeedback(LowRank(rank=2, bits=4, rounds="alternating"))),
-    ErrorFeedback(ByShape(TopK(0.1, chunk=64), rest=Quantized(4))),
+    ErrorFeedback(Exact()),  # exact × feedback: no residual
+    ErrorFeedback(Cast("fp16")),  # cast × feedback
+    LowRank(rank=2),  # two rounds × no routing
+    LowRank(rank=1, rounds="alternating", min_compression=0),  # alternating × no routing × all matrices
+    ByShape(LowRank(rank=4, warm_start=False, seed=7)),  # cold start × routing × a rank above some matrices
+    ErrorFeedback(LowRank(rank=1)),  # two rounds × feedback × no routing
+    ByShape(ErrorFeedback(LowRank(rank=4, rounds="alternating", min_compression=0))),  # alternating × feedback
+    ByShape(ErrorFeedback(LowRank(rank=2, warm_start=False)), rest=Cast("bf16")),  # cold start × feedback; a cast rest
+    ErrorFeedback(ByShape(LowRank(rank=2, rounds="alternating"), rest=Cast("bf16"))),  # alternating × feedback outside
+    ErrorFeedback(ByShape(LowRank(rank=2))),  # two rounds × feedback outside routing
+    ByShape(LowRank(rank=2, bits=8)),  # 8 bits × factors × no feedback
+    ByShape(ErrorFeedback(LowRank(rank=1, bits=2, rounds="alternating"))),  # 2 bits × factors × alternating
+    Quantized(8),  # 8 bits × no feedback
+    Quantized(4, rounding="stochastic"),  # 4 bits × stochastic × no feedback
+    ErrorFeedback(Quantized(4)),  # 4 bits × feedback: quantized_ddp()
+    ErrorFeedback(Quantized(2)),  # 2 bits × feedback: deltas
+    ErrorFeedback(Quantized(1, block=64)),  # 1 bit × feedback × blocks of another size
+    ErrorFeedback(Quantized(8), decay=0.9),  # 8 bits × feedback that forgets
+    ErrorFeedback(Quantized(4, block=16, rounding="stochastic")),  # stochastic × feedback × small blocks
+    ByShape(TopK(0.1, chunk=64)),  # sparse × all bits × no feedback
+    ErrorFeedback(ByShape(TopK(0.1, chunk=64), rest=Quantized(4))),  # sparse × feedback outside routing
+    # routing by name × one codec of each kind
     ByName({"*.weight": ErrorFeedback(LowRank(rank=1)), "b*": Cast("bf16")}, rest=ErrorFeedback(Quantized(8))),
-    Batched(ErrorFeedback(Quantized(4))),
 ]
-FEW_BITS = [codec for codec in CODECS if any(word in repr(codec) for word in ("Quantized", "bits=", "TopK", "Sign"))]
+"""Chosen by pairs: each comment says which pairs of features its codec adds to those above it."""
+FEW_BITS = [codec for codec in CODECS if any(word in repr(codec) for word in ("Quantized", "bits=", "TopK"))]
 """Codecs that round numbers to few bits, or drop some: even for vectors, and by shards, which one worker does not."""
 TENSOR_BY_TENSOR = [codec for codec in CODECS if "Batched" not in repr(codec)]
 """Codecs that encode each tensor by itself. `Batched` makes one matrix of all tensors."""

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 import laconic
-from laconic.codecs import ByShape, Codec, ErrorFeedback, LowRank, Quantized, Sign, TopK
+from laconic.codecs import ByShape, Codec, ErrorFeedback, LowRank, Quantized, TopK
 from laconic.exchange import State
 from tests.laws.world import averaged, residuals, same_bits, true_mean
 
 CODECS: list[Codec] = [
     *(Quantized(bits) for bits in (8, 4, 2, 1)),
     Quantized(4, rounding="stochastic"),
-    Sign(block=64),
+    Quantized(1, block=64),
     ByShape(TopK(0.1, chunk=64, bits=2), rest=Quantized(4)),
     ByShape(LowRank(2, bits=4), rest=Quantized(4)),
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import laconic
-from laconic import Batched, ByShape, Cast, Codec, ErrorFeedback, Every, LowRank, Nesterov, Plan
+from laconic import ByShape, Cast, Codec, ErrorFeedback, Every, LowRank, Nesterov, Plan
 from laconic.codecs import Quantized
 
 What = Literal["gradient", "weights"]
@@ -141,7 +141,6 @@ LOSSY = {
         laconic.power_sgd(rank=1, bits=None, start=3, rounds="alternating"), start=3, lossy=ROUNDING
     ),
     "feedback_bf16": _gradients(ErrorFeedback(Cast("bf16")), lossy=0.01),
-    "feedback_batched": _gradients(ErrorFeedback(Batched(LowRank(rank=1))), ROUNDING),
     "feedback_quantized": _gradients(ErrorFeedback(Quantized(8)), ROUNDING),
     "deltas_low_rank": _deltas(2, ByShape(ErrorFeedback(LowRank(rank=1))), ROUNDING),
     "deltas_low_rank_outer": _deltas(2, ByShape(ErrorFeedback(LowRank(rank=2))), ROUNDING, (0.7, 0.9)),

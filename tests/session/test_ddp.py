@@ -22,9 +22,9 @@ from tests.workers import WorkerError, run_workers
 PLANS = [
     "ddp()",
     "Plan(codec=Cast('bf16'))",
-    "power_sgd(rank=2, bits=None, rounds='alternating')",
+    "power_sgd(rank=2)",
     "power_sgd(rank=2, bits=None)",
-    "power_sgd(rank=1, bits=None, start=4, rounds='alternating')",
+    "power_sgd(rank=1, start=4)",
     "post_local_sgd(start=4, period=3)",
     "Plan(schedule=Every(3), codec=ErrorFeedback(LowRank(2)))",
 ]
@@ -138,7 +138,7 @@ def _accumulate(worker: int, text: str, no_sync: bool) -> Tensor:
 
 
 def test_gradient_accumulation_and_clipping():
-    for text in ("power_sgd(rank=2, bits=None, rounds='alternating')", "post_local_sgd(period=3)"):
+    for text in ("power_sgd(rank=2)", "post_local_sgd(period=3)"):
         assert_equal_bits(run_workers(_accumulate, 2, (text, True)))
     once = run_workers(_accumulate, 2, ("ddp()", True))
     each = run_workers(_accumulate, 2, ("ddp()", False))
@@ -174,9 +174,7 @@ def _unused(worker: int, text: str, wrapped: bool) -> tuple[Tensor, bool]:
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
-@pytest.mark.parametrize(
-    "text", ["ddp()", "power_sgd(rank=2, bits=None, rounds='alternating')", "power_sgd(rank=2, bits=None)"]
-)
+@pytest.mark.parametrize("text", ["ddp()", "power_sgd(rank=2)", "power_sgd(rank=2, bits=None)"])
 def test_parameters_unused_on_some_workers(text, wrapped):
     results = run_workers(_unused, 3, (text, wrapped))
     assert_equal_bits([result for result, _ in results])
@@ -189,9 +187,7 @@ def _with_feedback(worker: int, set_to_none: bool, options: dict[str, Any]) -> t
     module, alone = Branches(), Branches()
     ddp = DDP(module, find_unused_parameters=True, bucket_cap_mb=0.005, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-    session = laconic.attach(
-        laconic.power_sgd(rank=1, bits=None, min_compression=0, rounds="alternating"), ddp, optimizer
-    )
+    session = laconic.attach(laconic.power_sgd(rank=1, min_compression=0), ddp, optimizer)
     names = [name for name, p in module.named_parameters() if p.dim() == 2]
     delivered, true = ({name: torch.zeros_like(module.get_parameter(name)) for name in names} for _ in range(2))
     for step in range(20):
@@ -277,7 +273,7 @@ def _two_optimizers(worker: int, text: str, wrapped: bool) -> tuple[Tensor, int]
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
 def test_several_optimizers_and_parameter_groups(wrapped):
-    for text in ("power_sgd(rank=2, bits=None, rounds='alternating')", "post_local_sgd(period=4)"):
+    for text in ("power_sgd(rank=2)", "post_local_sgd(period=4)"):
         results = run_workers(_two_optimizers, 2, (text, wrapped))
         assert_equal_bits([result for result, _ in results])
         assert [steps for _, steps in results] == [8, 8]
@@ -302,7 +298,7 @@ def _compiled(worker: int, text: str, outside: bool) -> Tensor:
     "outside", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["compile(DDP)", "DDP(compile)"]
 )
 def test_compiled_models(outside):
-    for text in ("power_sgd(rank=2, bits=None, rounds='alternating')", "post_local_sgd(period=3)"):
+    for text in ("power_sgd(rank=2)", "post_local_sgd(period=3)"):
         assert_equal_bits(run_workers(_compiled, 2, (text, outside), timeout_s=120))
 
 
@@ -332,7 +328,7 @@ def _detach_and_attach_again(worker: int) -> tuple[Tensor, int, int]:
         _loss(ddp, worker, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    second = laconic.attach(laconic.power_sgd(rank=2, bits=None, rounds="alternating"), ddp, optimizer)
+    second = laconic.attach(laconic.power_sgd(rank=2), ddp, optimizer)
     for step in range(4, 6):
         _loss(ddp, worker, step).backward()
         optimizer.step()
@@ -354,7 +350,7 @@ def _change(worker: int) -> tuple[Tensor, list[str]]:
     said = []
     for step in range(9):
         if step == 3:  # in the middle of a period: replicas have parted
-            session.change(laconic.power_sgd(rank=1, bits=None, rounds="alternating"))
+            session.change(laconic.power_sgd(rank=1))
         said.append(repr(session.plan))
         _loss(ddp, worker, step).backward()
         optimizer.step()
@@ -365,9 +361,7 @@ def _change(worker: int) -> tuple[Tensor, list[str]]:
 def test_the_plan_can_change_in_mid_run():
     results = run_workers(_change, 2)
     assert_equal_bits([result for result, _ in results])
-    assert (
-        results[0][1] == ["post_local_sgd(period=4)"] * 3 + ["power_sgd(rank=1, bits=None, rounds='alternating')"] * 6
-    )
+    assert results[0][1] == ["post_local_sgd(period=4)"] * 3 + ["power_sgd(rank=1, bits=4)"] * 6
 
 
 def _resume(worker: int, text: str, bucket_mb: float) -> tuple[Tensor, Tensor]:
@@ -414,13 +408,13 @@ def test_resume_is_bit_exact_also_with_other_buckets(text, bucket_mb):
 def _load_other_plan(worker: int) -> None:
     module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with laconic.attach(laconic.power_sgd(rank=2, bits=None, rounds="alternating"), module, optimizer) as session:
+    with laconic.attach(laconic.power_sgd(rank=2), module, optimizer) as session:
         saved = session.state_dict()
-    laconic.attach(laconic.power_sgd(rank=4, bits=None, rounds="alternating"), module, optimizer).load_state_dict(saved)
+    laconic.attach(laconic.power_sgd(rank=4), module, optimizer).load_state_dict(saved)
 
 
 def test_a_state_of_another_plan_is_refused():
-    saved, given = (rf"power_sgd\(rank={rank}, bits=None, rounds='alternating'\)" for rank in (2, 4))
+    saved, given = (rf"power_sgd\(rank={rank}, bits=4\)" for rank in (2, 4))
     with pytest.raises(WorkerError, match=f"saved under {saved} and the plan is {given}"):
         run_workers(_load_other_plan, 1, group=False)
 
@@ -428,7 +422,7 @@ def test_a_state_of_another_plan_is_refused():
 def _forgotten(worker: int) -> bool:
     model = DDP(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    laconic.attach(laconic.power_sgd(rank=2, bits=None, rounds="alternating"), model, optimizer)
+    laconic.attach(laconic.power_sgd(rank=2), model, optimizer)
     x, y = batch(worker, 0)
     F.cross_entropy(model(x), y).backward()
     optimizer.step()

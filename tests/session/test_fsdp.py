@@ -117,9 +117,9 @@ def test_gradients_are_those_of_native_hsdp_in_every_setting():
 
 
 PLANS = [
-    "power_sgd(rank=1, bits=None, rounds='alternating')",
-    "diloco(period=3, lr=0.7, momentum=0.5, codec=Exact())",
-    "streaming_diloco(period=4, fragments=2, delay=1, lr=0.7, momentum=0.5, codec=Exact())",
+    "power_sgd(rank=1)",
+    "diloco(period=3)",
+    "streaming_diloco(period=4, fragments=2, delay=1)",
 ]
 
 
@@ -141,7 +141,7 @@ def _train(worker: int, text: str, way: str) -> tuple[list[float], Tensor, Tenso
     session.average_weights()
     shard_bytes = 4 * before.numel()
     said = [entry for entry in session.ledger.entries if entry.phase != "control" and entry.step <= 36]
-    assert {entry.op for entry in said} == {"all_reduce"}
+    assert {entry.op for entry in said} == {"all_to_all", "all_gather"}  # few bits: to a shard's owner, and back
     assert max(entry.payload_bytes for entry in said) <= shard_bytes
     if "power_sgd" in text:
         exactly = 36 * shard_bytes

@@ -67,7 +67,7 @@ def _count(worker: int) -> None:
     steps(alone, torch.optim.AdamW(alone.parameters()), worker, 6)
     of_fsdp = counted.restart()
     for way in ("1-D", "2-D"):
-        model, optimizer, session = attached("diloco(period=3, lr=0.7, momentum=0.9, codec=Exact())", way, mesh)
+        model, optimizer, session = attached("diloco(period=3)", way, mesh)
         assert session is not None
         first = session.ledger.collectives
         assert counted.restart() == {"all_reduce": first}, "when attaching"
@@ -113,8 +113,8 @@ def _save_and_resume(worker: int, text: str, way: str, folder: str) -> list[Tens
 @pytest.mark.parametrize(
     ("text", "way"),
     [
-        ("power_sgd(rank=1, bits=None, rounds='alternating')", "2-D"),
-        ("diloco(period=3, lr=0.7, momentum=0.9, codec=Exact())", "1-D"),
+        ("power_sgd(rank=1)", "2-D"),
+        ("diloco(period=3)", "1-D"),
     ],
 )
 def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(text, way, tmp_path):
@@ -137,9 +137,7 @@ def _detach(worker: int) -> None:
     of_native_calls = counted.restart()
     assert steps(model, optimizer, worker, 3, first=3) == after
     assert counted.restart() == of_native_calls, "torch talks as before, and nobody else does"
-    with laconic.attach(
-        laconic.diloco(period=2, lr=0.7, momentum=0.9, codec=laconic.Exact()), model, optimizer
-    ) as again:
+    with laconic.attach(laconic.diloco(period=2), model, optimizer) as again:
         steps(model, optimizer, worker, 1, first=6)
         assert again.ledger.totals(by="phase").get("gradient") is None
     one, _, session = attached("ddp()", "1-D", mesh)
@@ -235,7 +233,7 @@ def _between_sites(worker: int) -> tuple[Tensor, Tensor]:
         model(batch(worker, 0)[0])  # leaves the last unit whole
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     laconic.attach(
-        laconic.diloco(period=3, lr=0.7, momentum=0.9, codec=laconic.Exact()),
+        laconic.diloco(period=3),
         model,
         optimizer,
         group=mesh["site"].get_group(),
@@ -274,7 +272,7 @@ def _spoiled(worker: int, text: str) -> list[Any]:
 
 
 def test_nan_in_some_units_leaves_the_state_of_every_unit_as_it_was():
-    results = run_workers(_spoiled, 4, ("power_sgd(rank=1, bits=None, rounds='alternating')",))
+    results = run_workers(_spoiled, 4, ("power_sgd(rank=1)",))
     assert [stayed for stayed, _ in results] == [True] * 4
     assert_replicas_equal([weights for _, weights in results])
     assert all(weights.isfinite().all() for _, weights in results)

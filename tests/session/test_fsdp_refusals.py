@@ -90,12 +90,12 @@ def test_models_that_are_sharded_otherwise_are_refused():
 def _refuse_plans(worker: int) -> None:
     mesh = two_by_two()
     with pytest.raises(ValueError, match="a sharded model has its inner groups in its mesh"):
-        _attach(sharded(mesh), laconic.diloco(period=2, lr=0.7, momentum=0.9, codec=laconic.Exact(), group=2))
+        _attach(sharded(mesh), laconic.diloco(period=2, group=2))
     session = attached("ddp()", "2-D", mesh)[2]
     assert session is not None
     with pytest.raises(ValueError, match="a sharded model has its inner groups in its mesh"):
-        session.change(laconic.diloco(period=2, lr=0.7, momentum=0.9, codec=laconic.Exact(), group="machine"))
-    session.change(laconic.diloco(period=2, lr=0.7, momentum=0.9, codec=laconic.Exact()))
+        session.change(laconic.diloco(period=2, group="machine"))
+    session.change(laconic.diloco(period=2))
 
 
 def test_plans_with_inner_groups_are_refused():

@@ -27,7 +27,7 @@ def _train(worker: int, text: str) -> tuple[float, torch.Tensor]:
     return largest, weights(module)
 
 
-@pytest.mark.parametrize("text", ["power_sgd(rank=1, bits=None, rounds='alternating')", "power_sgd(rank=2, bits=None)"])
+@pytest.mark.parametrize("text", ["power_sgd(rank=1)", "power_sgd(rank=2, bits=None)"])
 def test_fp16_parameters_stay_finite_where_the_mean_exceeds_their_range(text):
     results = run_workers(_train, 2, (text,))
     assert [largest for largest, _ in results] == [65504.0] * 2

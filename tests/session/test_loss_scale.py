@@ -65,7 +65,7 @@ def _both(worker: int, text: str, kind: str) -> tuple[Tensor, Tensor, Tensor]:
 )
 def test_a_loss_scale_that_grows_changes_nothing(kind):
     # Scales are powers of two: where the codec rounds relative to each number, the bits are those without a scaler.
-    for text, tolerance in ((CAST, 0.0), ("power_sgd(rank=1, bits=None, rounds='alternating')", 1e-4)):
+    for text, tolerance in ((CAST, 0.0), ("power_sgd(rank=1)", 1e-4)):
         results = run_workers(_both, 2, (text, kind))
         for plain, whole, resumed in results:
             torch.testing.assert_close(whole, plain, rtol=tolerance, atol=tolerance)
@@ -76,7 +76,7 @@ def test_a_loss_scale_that_grows_changes_nothing(kind):
 def _unknown_scale(worker: int) -> str:
     model = DDP(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    session = laconic.attach(laconic.power_sgd(rank=2, bits=None, rounds="alternating"), model, optimizer)
+    session = laconic.attach(laconic.power_sgd(rank=2), model, optimizer)
     scaler = torch.amp.GradScaler("cpu")
     x, y = batch(worker, 0)
     scaler.scale(F.cross_entropy(model(x), y)).backward()
@@ -88,16 +88,14 @@ def _unknown_scale(worker: int) -> str:
 
 def test_a_scale_that_the_session_cannot_read_is_refused():
     for text in run_workers(_unknown_scale, 2):
-        assert text.startswith(
-            "power_sgd(rank=2, bits=None, rounds='alternating') under a GradScaler: gradients are averaged in backward"
-        )
+        assert text.startswith("power_sgd(rank=2, bits=4) under a GradScaler: gradients are averaged in backward")
         assert "attach(..., scaler=scaler)" in text
 
 
 def test_gradients_averaged_before_they_are_unscaled_are_refused():
     module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.2)
-    plan = laconic.power_sgd(rank=2, bits=None, rounds="alternating")
+    plan = laconic.power_sgd(rank=2)
     session = laconic.attach(plan, module, optimizer)
     session.wrap_codec(lambda _: plan.codec)
     scaler = torch.amp.GradScaler("cpu")

@@ -17,7 +17,7 @@ from tests.workers import run_workers
 
 PLANS = [
     "ddp()",
-    "power_sgd(rank=2, bits=None, rounds='alternating')",
+    "power_sgd(rank=2)",
     "power_sgd(rank=1, bits=None)",
     "post_local_sgd(start=3, period=3)",
 ]
@@ -173,7 +173,7 @@ def _scaled(worker: int, text: str, wrapped: bool, unscale: bool) -> tuple[list[
 
 @pytest.mark.parametrize("unscale", [True, False])
 @pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
-@pytest.mark.parametrize("text", ["power_sgd(rank=2, bits=None, rounds='alternating')", "post_local_sgd(period=4)"])
+@pytest.mark.parametrize("text", ["power_sgd(rank=2)", "post_local_sgd(period=4)"])
 def test_a_step_that_gradscaler_skips_on_one_worker(text, wrapped, unscale):
     results = run_workers(_scaled, 2, (text, wrapped, unscale))
     assert [steps for _, steps, _ in results] == [8, 8]
@@ -205,7 +205,7 @@ def _clipped_overflow(worker: int, text: str) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("text", ["ddp()", "power_sgd(rank=2, bits=None, rounds='alternating')"])
+@pytest.mark.parametrize("text", ["ddp()", "power_sgd(rank=2)"])
 def test_an_overflow_on_one_worker_before_clipping_skips_the_step_on_all(text):
     results = run_workers(_clipped_overflow, 2, (text,))
     for seen in results:
@@ -330,29 +330,37 @@ def test_a_world_of_one_without_torch_distributed_is_exact_and_silent():
             optimizer.zero_grad()
         return weights(module)
 
-    for text in ("ddp()", "power_sgd(rank=1, bits=None, rounds='alternating')", "post_local_sgd(period=2)"):
+    for text in ("ddp()", "power_sgd(rank=1)", "post_local_sgd(period=2)"):
         assert torch.equal(train(text), train(None))
 
 
 def test_bad_arguments_are_named():
     module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"attach\('ddp\(\)', ...\): the first argument is a Plan.*laconic.plan"):
-        laconic.attach("ddp()", module, optimizer)
+    with pytest.raises(TypeError, match=r"attach\(Linear, ...\): the first argument is a Plan or its text"):
+        laconic.attach(nn.Linear, module, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(laconic.PlanError, match="Did you mean power_sgd"):
+        laconic.attach("powersgd(rank=4)", module, optimizer)
     with pytest.raises(TypeError, match="the second argument is the model"):
         laconic.attach(laconic.ddp(), optimizer, module)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"a torch.optim.Optimizer, or several in a list, not an empty list"):
         laconic.attach(laconic.ddp(), module, [])
-    stranger = torch.optim.SGD(copy.deepcopy(module).parameters(), lr=0.1)
+    other = torch.optim.SGD(copy.deepcopy(module).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="holds none of the model's parameters"):
-        laconic.attach(laconic.ddp(), module, stranger)
+        laconic.attach(laconic.ddp(), module, other)
+
+
+def test_a_plan_may_be_given_as_text():
+    module = mlp()
+    with laconic.attach("power_sgd(rank=2)", module, torch.optim.SGD(module.parameters(), lr=0.1)) as session:
+        assert session.plan == laconic.power_sgd(rank=2)
 
 
 def test_detaching_leaves_the_optimizer_as_it_was():
     module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     before = set(vars(optimizer))
-    laconic.attach(laconic.power_sgd(rank=1, bits=None, rounds="alternating"), module, optimizer).detach()
+    laconic.attach(laconic.power_sgd(rank=1), module, optimizer).detach()
     assert set(vars(optimizer)) == before
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks

@@ -51,7 +51,7 @@ def _train(worker: int, text: str, wrapped: bool, folder: str | None, told: int 
     ("text", "stops", "wrapped"),
     [
         ("ddp()", 10, True),
-        ("power_sgd(rank=2, bits=None, rounds='alternating')", 10, False),
+        ("power_sgd(rank=2)", 10, False),
         ("post_local_sgd(start=4, period=8)", 11, True),
     ],
 )

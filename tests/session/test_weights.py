@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
-from laconic.codecs.packing import in_parts
 from laconic.exchange import Averaged, Exchange, Mean, Peers, State, Tensors
+from laconic.packing import in_parts
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import run_workers
 
@@ -69,7 +69,7 @@ def _diloco(worker: int, text: str) -> Tensor:
 @pytest.mark.parametrize(
     "text",
     [
-        "diloco(period=2, lr=0.7, momentum=0.9, codec=Exact())",
+        "diloco(period=2)",
         "Plan(schedule=Every(2), outer=Optim('SGD', {'lr': 0.7, 'momentum': 0.9, 'nesterov': True}))",
         "Plan(schedule=Streaming(period=2, fragments=1), outer=Nesterov())",
         "Plan(schedule=Quadratic(growth=0.14143, floor=1), outer=Nesterov())",  # (0.14143 / 0.1)² = 2
@@ -174,7 +174,7 @@ def _cloned(nest: Any) -> Any:
     "text",
     [
         "diloco(period=4, codec=ErrorFeedback(LowRank(rank=1)))",
-        "streaming_diloco(period=6, fragments=3, delay=2, lr=0.7, momentum=0.9, codec=Exact())",
+        "frugal('60x', delay=1)",
         "streaming_diloco(period=6, fragments=3, delay=2)",  # residuals change while a fragment is in flight
         "hierarchical_sgd({2: 2, 4: 4}, start=3)",
         pytest.param("qsr(growth=0.02, floor=2)", marks=pytest.mark.slow),
@@ -204,7 +204,7 @@ def _peak_bytes(worker: int, text: str) -> tuple[int, float]:
 
 @pytest.mark.parametrize("delay", [0, 3])
 def test_fragments_spread_the_bytes_over_steps(delay):
-    plain = run_workers(_peak_bytes, 2, ("diloco(period=16, lr=0.7, momentum=0.9, codec=Exact())",))[0]
+    plain = run_workers(_peak_bytes, 2, ("diloco(period=16)",))[0]
     streaming = run_workers(
         _peak_bytes, 2, (f"streaming_diloco(period=16, fragments=4, delay={delay}, codec=Exact())",)
     )[0]
@@ -407,7 +407,7 @@ def _committed(worker: int, text: str) -> tuple[Tensor, Tensor]:
     "text",
     [
         "post_local_sgd(period=4)",
-        "diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())",
+        "diloco(period=4)",
         "Plan(schedule=Every(4), codec=Cast('bf16'))",
     ],
 )

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from laconic.algorithms.ddp_comm_hooks.batched import Batched, name_of, side_of
 from laconic.algorithms.ddp_comm_hooks.engine import Engine, HookState
 from laconic.checks.agreement import agree, parameter_facts
-from laconic.codecs import Batched, ByShape, Codec, ErrorFeedback, Exact, LowRank
-from laconic.codecs.batched import name_of, side_of
-from laconic.codecs.contract import wide_dtype
+from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank
 from laconic.exchange import Averaged, Exchange, State
 from laconic.ledger import Ledger
+from laconic.packing import wide_dtype
 from laconic.session.ddp import as_laid_out
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]

@@ -10,8 +10,8 @@ from torch.futures import Future
 
 from laconic.algorithms.ddp_comm_hooks.engine import average_once
 from laconic.codecs.contract import accept_every_shape
-from laconic.codecs.packing import pack, unpack
 from laconic.exchange import Averaged, Exchange, Gather, Peers, State, Tensors, all_finite, true
+from laconic.packing import pack, unpack
 from laconic.values import as_code
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]

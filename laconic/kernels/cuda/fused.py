@@ -18,8 +18,7 @@ from laconic.kernels.cuda.launches import Sequence
 from laconic.kernels.cuda.matrices import BucketMatrices
 
 if TYPE_CHECKING:
-    from laconic.codecs.low_rank import LowRank
-    from laconic.codecs.low_rank_state import Factors
+    from laconic.codecs.low_rank import Factors, LowRank
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from laconic.codecs.quantized import Quantized
-from laconic.codecs.shards import Shards
 from laconic.exchange import Tensors
 from laconic.kernels.cuda import launches
 from laconic.kernels.cuda import triton_low_rank as kernels
@@ -22,6 +20,7 @@ from laconic.kernels.cuda.collect import Collection
 from laconic.kernels.cuda.launches import Launch
 from laconic.kernels.cuda.orthonormal import Orthonormal
 from laconic.kernels.cuda.shards import ShardTiles
+from laconic.packing import Shards
 
 if TYPE_CHECKING:
     from laconic.codecs.low_rank import LowRank
@@ -116,8 +115,8 @@ class BucketMatrices:
         if key not in self._shards:
             message, own = (self.p_message, self.own_p) if side == "p" else (self.q_message, self.own_q)
             factors, own_parts = self._factors(message, side), self._factors(own, side)
-            codec = Quantized(self.codec.bits or 8)
-            tiles = ShardTiles(factors, Shards(factors, codec.block, workers), codec, worker, add=False)
+            codec = self.codec.of_factors
+            tiles = ShardTiles(factors, Shards(factors, codec.block, workers), codec.bits, worker, add=False)
             tiles.set_addresses(list(factors.values()), list(own_parts.values()))
             self._shards[key] = tiles
         return self._shards[key]

@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from laconic.codecs.few_bits import width
 from laconic.kernels.cuda import triton_rows, triton_sparse
 
 
@@ -21,10 +20,10 @@ def words_of(messages: Tensor) -> Tensor:
     return messages.contiguous().view(torch.int16)
 
 
-def encode(rows: Tensor, bits: int, counts: Tensor | None) -> Tensor:
-    """Encode rows [n, block] of fp32 as `few_bits.encode` does, in one launch."""
+def encode(rows: Tensor, width: int, bits: int, counts: Tensor | None) -> Tensor:
+    """Encode rows [n, block] of fp32 as messages [n, width], as `Quantized.encode` does, in one launch."""
     n, block = rows.shape
-    messages = torch.empty(n, width(block, bits), dtype=torch.uint8, device=rows.device)
+    messages = torch.empty(n, width, dtype=torch.uint8, device=rows.device)
     if n:
         each = rows_a_program(block)
         rows = rows.contiguous()
@@ -45,12 +44,11 @@ def decode(messages: Tensor, bits: int, block: int) -> Tensor:
     return rows
 
 
-def encode_largest(rows: Tensor, kept: int, bits: int | None) -> Tensor:
+def encode_largest(rows: Tensor, kept: int, values_bytes: int, bits: int | None) -> Tensor:
     """Encode the `kept` largest numbers of each row of fp32, and their places, as `TopK.encode` does."""
     n, chunk = rows.shape
     place_bits = chunk.bit_length() - 1
-    size = 4 * kept if bits is None else width(kept, bits)
-    messages = torch.empty(n, size + -(-kept * place_bits // 8), dtype=torch.uint8, device=rows.device)
+    messages = torch.empty(n, values_bytes + -(-kept * place_bits // 8), dtype=torch.uint8, device=rows.device)
     if n:
         padded = 1 << (kept - 1).bit_length()
         scratch = max(padded, chunk // 32)

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.codecs.quantized import Quantized
-from laconic.codecs.shards import Shards, known_shards
 from laconic.exchange import AllToAll, Averaged, Decide, Exchange, Gather, Peers, State, Tensors
 from laconic.kernels.cuda import triton_rows as kernels
 from laconic.kernels.cuda.collect import KINDS
 from laconic.kernels.cuda.rows import rows_a_program, words_of
+from laconic.packing import Shards, known_shards
 
 _CHECK_BLOCK = 1024
 
@@ -37,20 +36,21 @@ class ShardTiles:
     E is the residual, which is added to G (`add`), or it receives what this worker's own messages amount to.
     """
 
-    def __init__(self, tensors: Tensors, shards: Shards, codec: Quantized, worker: int, add: bool) -> None:
+    def __init__(self, tensors: Tensors, shards: Shards, bits: int, worker: int, add: bool) -> None:
         some = next(iter(tensors.values()))
-        self.codec, self.shards, self.worker, self.dtype, self.device = codec, shards, worker, some.dtype, some.device
+        self.bits, self.block, self.shards = bits, shards.row, shards
+        self.worker, self.dtype, self.device = worker, some.dtype, some.device
         self.workers = len(shards.sizes)
         self.start, self.mine, self.most = shards.starts[worker], shards.sizes[worker], shards.most
         self.numels = [t.numel() for t in tensors.values()]
         position = shards.inverse.cpu()
         self._position = position
         self._common: dict[str, Any] = {
-            "position": position.int().to(self.device), "KIND": KINDS[self.dtype], "BITS": codec.bits,
-            "BLOCK": codec.block, "ROWS": rows_a_program(codec.block), "ADD": add,
+            "position": position.int().to(self.device), "KIND": KINDS[self.dtype], "BITS": bits,
+            "BLOCK": self.block, "ROWS": rows_a_program(self.block), "ADD": add,
         }  # fmt: skip
         self._gathered_at = shards.places.int()
-        self._rows = [-(-numel // codec.block) for numel in self.numels]
+        self._rows = [-(-numel // self.block) for numel in self.numels]
         first_rows = [sum(self._rows[:i]) for i in range(len(self._rows))]
         self._common["tensors"] = torch.tensor(list(zip(self.numels, first_rows, strict=True))).to(self.device)
         self._known: list[int] = []
@@ -72,7 +72,7 @@ class ShardTiles:
 
     def _cut(self) -> None:
         """Cut the tensors into tiles: fast and other ones, of all rows and of those that this worker owns."""
-        each, block = self._common["ROWS"], self.codec.block
+        each, block = self._common["ROWS"], self.block
         tensor, first, fast, row_at = [], [], [], 0
         touched, count = [], torch.zeros(sum(self._rows) + 1, dtype=torch.int64)
         is_mine = (self._position >= self.start) & (self._position < self.start + self.mine)
@@ -102,11 +102,11 @@ class ShardTiles:
 
     def reduce(self) -> Exchange[Messages]:
         """Encode and exchange, and average the rows that this worker owns. G and E are not changed."""
-        width = 2 + self.codec.block * self.codec.bits // 8
+        width = 2 + self.block * self.bits // 8
         sent = torch.empty(sum(self.shards.sizes), width, dtype=torch.uint8, device=self.device)
         self._launch(kernels.encode_tiles, self._all, sent=sent.view(torch.int16))
         received = yield AllToAll(sent, self.shards.sizes)  # [workers, mine, bytes]
-        means = torch.empty(self.mine, self.codec.block, device=self.device)
+        means = torch.empty(self.mine, self.block, device=self.device)
         second = torch.empty(self.most, width, dtype=torch.uint8, device=self.device)
         second[self.mine :] = 0
         self._launch(
@@ -119,9 +119,9 @@ class ShardTiles:
     def finite(self, messages: Messages) -> Tensor:
         """Return a 0-d flag: whether all means are finite."""
         flag = torch.ones((), dtype=torch.int32, device=self.device)
-        rows, words = self.workers * self.most, self.codec.block * self.codec.bits // 16
+        rows, words = self.workers * self.most, self.block * self.bits // 16
         kernels.check_steps[(-(-rows // _CHECK_BLOCK),)](
-            words_of(messages.gathered), rows, flag, BITS=self.codec.bits, WORDS=words, SIZE=_CHECK_BLOCK
+            words_of(messages.gathered), rows, flag, BITS=self.bits, WORDS=words, SIZE=_CHECK_BLOCK
         )
         return flag
 
@@ -134,10 +134,10 @@ class ShardTiles:
 
 
 def quantized_feedback(
-    codec: Quantized, tensors: Tensors, residual: dict[str, Tensor], state: State, peers: Peers
+    bits: int, block: int, tensors: Tensors, residual: dict[str, Tensor], state: State, peers: Peers
 ) -> Exchange[Averaged]:
-    """Average `tensors` in place through `codec` with error feedback, and update the residuals in place."""
-    tiles = _known_tiles(codec, tensors, state, peers.rank, peers.size)
+    """Average `tensors` in place in few bits with error feedback, and update the residuals in place."""
+    tiles = _known_tiles(bits, block, tensors, state, peers)
     for name, t in tensors.items():
         if name not in residual:
             residual[name] = torch.zeros(t.shape, dtype=torch.float32, device=t.device)
@@ -148,18 +148,18 @@ def quantized_feedback(
     return Averaged(dict(tensors), lambda: dict(tensors), ok.bool, decided=True)
 
 
-def _known_tiles(codec: Quantized, tensors: Tensors, state: State, worker: int, workers: int) -> ShardTiles:
+def _known_tiles(bits: int, block: int, tensors: Tensors, state: State, peers: Peers) -> ShardTiles:
     """Return the tiles of these tensors from a cache in the state, which is never saved."""
-    shards = known_shards(tensors, codec.block, workers, state)
+    shards = known_shards(tensors, block, peers.size, state)
     known: dict[tuple[str, ...], ShardTiles] = state.setdefault("_tiles", {})
     key, some = tuple(tensors), next(iter(tensors.values()))
     found = known.get(key)
     if (
         found is None
-        or (found.codec, found.worker, found.dtype) != (codec, worker, some.dtype)
+        or (found.bits, found.worker, found.dtype) != (bits, peers.rank, some.dtype)
         or found.shards is not shards
     ):
         for other in [names for names in known if not set(names).isdisjoint(key)]:
             del known[other]  # an older layout of the same tensors
-        found = known[key] = ShardTiles(tensors, shards, codec, worker, add=True)
+        found = known[key] = ShardTiles(tensors, shards, bits, peers.rank, add=True)
     return found

@@ -1,4 +1,4 @@
-"""Rows of numbers in few bits (`laconic/codecs/few_bits.py`), as Triton kernels.
+"""Rows of numbers in few bits (`laconic/codecs/quantized.py`), as Triton kernels.
 
     encode_rows, decode_rows      rows [n, BLOCK] in fp32, and messages [n, bytes]
     encode_tiles                  M = G + E of many tensors, straight into the messages for the owners of the rows

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from laconic import alone, attach
-from laconic.codecs.packing import bucketed, in_parts, pack, unpack
+from laconic.codecs.routing import routed
 from laconic.comm.averaging import write
 from laconic.comm.groups import Levels
-from laconic.cost import routed
 from laconic.exchange import (
     AllToAll,
     Averaged,
@@ -29,6 +28,7 @@ from laconic.exchange import (
     drive,
 )
 from laconic.ledger import Ledger, wire_bytes
+from laconic.packing import bucketed, in_parts, pack, unpack
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Streaming
 from laconic.tools.machine import host_id
@@ -36,7 +36,7 @@ from laconic.tools.planner.probe_data import MACHINE, WORLD, CodecTiming, StepTi
 
 TIMEOUT_S = 120.0
 HOST_BYTES = 256
-"""Of the text that tells hosts apart."""
+"""Of the text that names a host."""
 SIZES, SMALLEST_BYTES, MOST_BYTES = 6, 1 << 10, 32 << 20
 """How many sizes of a collective are measured, the smallest payload, and what a worker sends at most."""
 COLLECTIVE_REPEATS, COLLECTIVE_S = (3, 10), 0.5

@@ -25,14 +25,14 @@ SMALL = 0.02
 """Relative errors of a fit below it count by their square."""
 
 
-class Network(Protocol):
+class NetworkTimes(Protocol):
     """Knows how long collectives take."""
 
     def seconds(self, op: str, payload_bytes: float, workers: int) -> float:
         """Return the seconds of a collective to which each of `workers` neighbours passes `payload_bytes`."""
         ...
 
-    def faster(self, factor: float) -> Network:
+    def faster(self, factor: float) -> NetworkTimes:
         """Return the same network with links that are `factor` times as fast."""
         ...
 

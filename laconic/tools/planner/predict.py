@@ -11,13 +11,13 @@ from torch import Tensor
 
 from laconic.checks.headers import Header
 from laconic.cost import cycle_of, planned
-from laconic.exchange import State
+from laconic.exchange import State, level_name
 from laconic.ledger import Entry, wire_bytes
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Never, Payload, Streaming, Sync, level_name
+from laconic.plans.schedules import Never, Payload, Streaming, Sync
 from laconic.tools.planner.front import Measured, measured
-from laconic.tools.planner.network import Network
+from laconic.tools.planner.network import NetworkTimes
 from laconic.tools.planner.shapes import Shapes
 from laconic.tools.planner.timeline import Message, Timeline, released_s, timeline
 
@@ -51,7 +51,7 @@ class Transfer:
         """The bytes that are sent."""
         return sum(each.wire_bytes for each in self.collectives)
 
-    def seconds(self, network: Network) -> float:
+    def seconds(self, network: NetworkTimes) -> float:
         """Return the seconds of the collectives on a network."""
         return sum(network.seconds(each.op, each.payload_bytes, self.workers) for each in self.collectives)
 
@@ -71,7 +71,7 @@ class Scenario:
 
     shapes: Shapes
     workers: int
-    network: Network
+    network: NetworkTimes
     compute_s: float
     codec_s: Mapping[Plan, float] = field(default_factory=dict)
     machine: int | None = None
@@ -173,7 +173,7 @@ class Prediction:
         """The seconds of encoding and decoding the whole model, 0 if they were not measured."""
         return self.scenario.codec_s.get(self.plan, 0.0)
 
-    def timeline(self, network: Network | None = None, factor: float = 1.0) -> Timeline:
+    def timeline(self, network: NetworkTimes | None = None, factor: float = 1.0) -> Timeline:
         """Return the time of a cycle; with `factor`, where all seconds are so many times as long."""
         network = network or self.scenario.network
         compute_s = self.scenario.compute_s * factor
@@ -252,12 +252,12 @@ class Prediction:
         if factor == 1.0 and not self.codec_s:  # it sends less, and costs nothing
             return None
 
-        def as_soon(network: Network) -> bool:
+        def as_soon(network: NetworkTimes) -> bool:
             return ddp.timeline(network).step_s <= self.timeline(network).step_s * factor
 
         return self._rate_where(as_soon)
 
-    def _rate_where(self, holds: Callable[[Network], bool]) -> float | None:
+    def _rate_where(self, holds: Callable[[NetworkTimes], bool]) -> float | None:
         """Find the lowest rate at which a condition holds that holds for all higher ones, by bisection."""
         network = self.scenario.network
         low, high = -40.0, 60.0  # powers of 2, of the rate as it is

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.codecs.packing import in_buckets
 from laconic.cost import meta
+from laconic.packing import in_buckets
 from laconic.tools.errors import UsageError
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.comm.in_process import Collective, Members
 from laconic.plans.schedules import Payload
 from laconic.tools.errors import UsageError
-from laconic.tools.planner.network import Network
+from laconic.tools.planner.network import NetworkTimes
 from laconic.tools.planner.timeline import Message, released_s
+from laconic.tools.simulate.in_process import Collective, Members
 from laconic.values import is_number
 
 
@@ -28,7 +28,7 @@ class Conditions:
 
     step_s: float = 0.05
     jitter: float = 0.0
-    network: Network | None = None
+    network: NetworkTimes | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

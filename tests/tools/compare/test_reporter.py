@@ -127,9 +127,7 @@ def test_without_a_folder_there_is_no_reporter(monkeypatch):
 def test_the_plan_from_the_environment(monkeypatch):
     monkeypatch.delenv("LACONIC_PLAN", raising=False)
     assert laconic.plan_from_env() == laconic.ddp()
-    assert laconic.plan_from_env(
-        default=laconic.power_sgd(rank=2, bits=None, rounds="alternating")
-    ) == laconic.power_sgd(rank=2, bits=None, rounds="alternating")
+    assert laconic.plan_from_env(default=laconic.power_sgd(rank=2)) == laconic.power_sgd(rank=2)
     monkeypatch.setenv("LACONIC_PLAN", "post_local_sgd(period=8)")
     assert laconic.plan_from_env(default=laconic.ddp()) == laconic.post_local_sgd(period=8)
 

@@ -201,8 +201,8 @@ def test_a_script_that_chooses_its_own_plan(script, tmp_path):
         "session = laconic.attach(laconic.ddp(), model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
         "session.report(loss=1.0)\n"
     )
-    ran = r"power_sgd\(rank=2, bits=None, rounds='alternating'\) and ran ddp\(\)"
-    plan = laconic.power_sgd(rank=2, bits=None, rounds="alternating")
+    ran = r"power_sgd\(rank=2, bits=4\) and ran ddp\(\)"
+    plan = laconic.power_sgd(rank=2)
     words = rf"it was started with plan {ran}. Attach laconic.plan_from_env"
     with pytest.raises(UsageError, match=words):
         launch(TrainingRun(plan, Script(script), workers=1, goal=Goal()), tmp_path)

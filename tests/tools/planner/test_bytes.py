@@ -23,12 +23,11 @@ CODECS = (
     "ErrorFeedback(Quantized(8))",
     "ErrorFeedback(Quantized(4, block=64))",
     "ErrorFeedback(Quantized(2))",
-    "ErrorFeedback(Sign())",
+    "ErrorFeedback(Quantized(1))",
     "ErrorFeedback(LowRank(rank=2))",
     "ErrorFeedback(LowRank(rank=2, rounds='alternating'))",
     "ByShape(ErrorFeedback(LowRank(rank=4, bits=4)), rest=ErrorFeedback(Quantized(4)))",
     "ByShape(ErrorFeedback(TopK(0.06, bits=2), decay=0.95), rest=ErrorFeedback(Quantized(4)))",
-    "ErrorFeedback(Batched(LowRank(rank=1)))",
 )
 SCHEDULES = (
     "Every(1)",

@@ -9,7 +9,7 @@ import torch
 
 import laconic
 from laconic.codecs import Codec
-from laconic.cost import routed
+from laconic.codecs.routing import routed
 from laconic.exchange import State, all_finite
 from laconic.tools.errors import UsageError
 from laconic.tools.planner.measure import Meter, own_seconds, sizes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import laconic
-from laconic.comm.in_process import Collective
 from laconic.cost import meta
 from laconic.tools.errors import UsageError
 from laconic.tools.lab.settings import Lab
@@ -14,6 +13,7 @@ from laconic.tools.planner.network import ComputedNetwork
 from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.planner.shapes import Shapes, from_count
 from laconic.tools.simulate.clock import Conditions, TimeUse, VirtualClock
+from laconic.tools.simulate.in_process import Collective
 from laconic.tools.simulate.tasks import lab_task
 from laconic.tools.simulate.time_only import TimeOnly
 from laconic.tools.simulate.training import SimulatedRun, Training

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from laconic.codecs.orthonormal import orthonormal, orthonormal_all
+from laconic.kernels.orthonormal import orthonormal, orthonormal_all
 
 SCALES = [1e-30, 1e-20, 1e-3, 1.0, 1e3, 1e20, 1e30]
 

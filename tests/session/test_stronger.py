@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 import laconic
-from laconic.plans.stronger import strengths
+from laconic.guard import strengths
 
 MODEL = {"matrix": (512, 2048), "second": (512, 512), "third": (512, 512), "vector": (512,)}
 
@@ -18,7 +18,7 @@ MODEL = {"matrix": (512, 2048), "second": (512, 512), "third": (512, 512), "vect
         ("power_sgd(rank=1, bits=2)", "ddp()"),
         ('power_sgd(rank=4, rounds="alternating", bits=None)', "ddp()"),
         ("Plan(codec=ErrorFeedback(codec=Quantized(bits=1)))", "ddp()"),
-        ("Plan(codec=ErrorFeedback(codec=Sign()))", "ddp()"),
+        ("Plan(codec=ErrorFeedback(codec=Quantized(1)))", "ddp()"),
         ("Plan(codec=ErrorFeedback(codec=TopK(fraction=0.03, bits=2)))", "ddp()"),
         ('Plan(codec=ByName({"vector": Exact()}, rest=ErrorFeedback(Quantized(bits=2))))', "ddp()"),
         ("post_local_sgd(period=16)", "post_local_sgd(period=1)"),

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from laconic.codecs.contract import Codec, accept_every_shape, check_codec
-from laconic.codecs.packing import pack, unpack
 from laconic.exchange import Averaged, Exchange, Peers, State, Tensors, true
+from laconic.packing import pack, unpack
 from laconic.values import as_code
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from laconic.codecs.packing import in_buckets, pack, same_memory, side_by_side, unpack
+from laconic.packing import in_buckets, pack, same_memory, side_by_side, unpack
 
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), max_size=6)
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])

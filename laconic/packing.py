@@ -1,20 +1,23 @@
-"""Many tensors as one flat tensor, and names in buckets.
+"""How tensors are laid out in messages: as one flat tensor, in buckets, in rows that workers own; and in which dtype.
 
     flat = pack(tensors)            # one 1-D tensor
     unpack(flat, like=tensors)      # views of it, with the names and shapes of `tensors`
 
 `pack` and `unpack` are inverses. `pack(..., alias=True)` does not copy tensors that are adjacent in memory, as the
 gradients of a DDP bucket are. `in_buckets`, `bucketed`, `in_parts` and `cut` divide a model or a tensor by size.
+`Shards` divides tensors into rows, each of which one worker averages.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from laconic.exchange import Tensors
+from laconic.exchange import State, Tensors
 from laconic.torch_private.codecs import flatten, unflatten
 
 
@@ -64,6 +67,11 @@ def side_by_side(values: Iterable[Tensor]) -> Tensor | None:
             return None
         offset += t.numel()
     return values[0].as_strided((offset - start,), (1,), start)
+
+
+def on_cuda(tensors: Tensors) -> bool:
+    """Return whether tensors of one device are on CUDA."""
+    return any(t.is_cuda for t in tensors.values())
 
 
 def aligned(matrix: Tensor) -> Tensor:
@@ -168,3 +176,87 @@ def cut(t: Tensor, cap_bytes: int) -> list[Tensor]:
     if rows == 0:
         return [piece for row in t for piece in cut(row, cap_bytes)]
     return list(t.tensor_split(-(-len(t) // rows)))
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for arithmetic and residuals: float64 for float64, else float32.
+
+    >>> wide_dtype(torch.bfloat16), wide_dtype(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to a narrower dtype; finite numbers beyond its range become its largest, NaN and Inf stay.
+
+    >>> narrowed(torch.tensor([1e9, -1e9, torch.inf]), torch.float16)
+    tensor([ 65504., -65504.,      inf], dtype=torch.float16)
+    """
+    if dtype != torch.float16:  # all others have the range of fp32, but for the last half of a rounding
+        return x.to(dtype)
+    largest = torch.finfo(dtype).max
+    return torch.where(x.isinf(), x, x.clamp(-largest, largest)).to(dtype)
+
+
+class Shards:
+    """The rows of some tensors, and who owns which."""
+
+    def __init__(self, tensors: Tensors, row: int, workers: int) -> None:
+        device = next(iter(tensors.values())).device
+        self.row, self.shapes = row, {name: t.shape for name, t in tensors.items()}
+        owners, counts, keys = [], [], []
+        sizes = torch.zeros(workers, dtype=torch.int64)
+        for name, shape in self.shapes.items():
+            rows, key = -(-shape.numel() // row), zlib.crc32(name.encode())
+            index, bounds = torch.arange(rows, device=device), torch.arange(workers + 1) * rows // workers
+            part = ((index + 1) * workers - 1) // max(1, rows)  # part p ends at bounds[p + 1]
+            owners.append((part + key) % workers)  # so that small tensors are spread
+            sizes += bounds.diff().roll(key % workers)
+            counts += [torch.full((rows - 1,), row), torch.tensor([shape.numel() - (rows - 1) * row])]
+            keys.append(index + (key << 24))
+        self.sizes: tuple[int, ...] = tuple(sizes.tolist())
+        self.starts = [0, *accumulate(self.sizes)]
+        self.most = max(self.sizes)
+        owner, starts = torch.cat(owners), torch.tensor(self.starts, device=device)
+        self.order = owner.argsort(stable=True)
+        self.inverse = self.order.argsort()
+        self.places = owner * self.most + self.inverse - starts[owner]
+        """Where each row is among the gathered shards, each of which is padded to `most` rows."""
+        is_padded = any(shape.numel() % row for shape in self.shapes.values())
+        self.counts = torch.cat(counts).to(device) if is_padded else None
+        self._keys = torch.cat(keys)
+
+    def keys(self, turn: int | None, worker: int) -> Tensor | None:
+        """Return a number for each row that no other row, turn or worker has; None without a turn."""
+        return None if turn is None else self._keys + ((turn << 12) + worker) * 0x9E3779B1
+
+    def rows(self, tensors: Tensors) -> Tensor:
+        """Copy tensors into rows [n, row], each tensor padded with zeros."""
+        pieces: list[Tensor] = []
+        for t in tensors.values():
+            pieces.append(t.reshape(-1))
+            if t.numel() % self.row:
+                pieces.append(t.new_zeros(-t.numel() % self.row))
+        return torch.cat(pieces).view(-1, self.row)
+
+    def tensors(self, rows: Tensor, like: Tensors) -> dict[str, Tensor]:
+        """Undo `rows`: views of it."""
+        flat, at, found = rows.view(-1), 0, {}
+        for name, t in like.items():
+            found[name] = flat[at : at + t.numel()].view(t.shape)
+            at += -(-t.numel() // self.row) * self.row
+        return found
+
+
+def known_shards(tensors: Tensors, row: int, workers: int, state: State) -> Shards:
+    """Return the shards of these tensors from a cache in the state, which is never saved."""
+    known: dict[tuple[tuple[str, torch.Size], ...], Shards] = state.setdefault("_shards", {})
+    key = tuple((name, t.shape) for name, t in tensors.items())  # one name has two shapes if its factors are averaged
+    found = known.get(key)
+    device = next(iter(tensors.values())).device
+    if found is None or (found.row, len(found.sizes), found.order.device) != (row, workers, device):
+        for other in [names for names in known if not set(names).isdisjoint(key)]:
+            del known[other]  # an older layout of the same tensors
+        found = known[key] = Shards(tensors, row, workers)
+    return found

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from laconic.codecs.contract import wide_dtype
+from laconic.packing import wide_dtype
 
 
 def orthonormal(x: Tensor) -> Tensor:
