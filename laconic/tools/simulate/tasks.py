@@ -42,8 +42,7 @@ def user_task(place: str, seed: int) -> SimulatedTask:
     rule = "It is called without arguments, and returns (model, loss), where loss(model, worker, step) is a tensor."
     try:
         torch.manual_seed(seed)
-        with users_function(place) as make:
-            made = make()
+        made = users_function(place)()
     except Exception as error:
         raise UsageError(f"--model {place}: {type(error).__name__}: {error}. {rule}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
