@@ -23,7 +23,7 @@ from laconic.tools.compare.judging import as_json
 from laconic.tools.compare.records import Outcome, Report, read_results, report_file
 from laconic.tools.compare.report import check_drawable, write_page
 from laconic.tools.compare.running import describe, launch, run_in_place
-from laconic.tools.compare.runs import VALIDATE_EVERY, Goal, Run, Script
+from laconic.tools.compare.runs import VALIDATE_EVERY, Goal, Script, TrainingRun
 from laconic.tools.errors import UsageError
 from laconic.tools.lab.script import TIMEOUT
 from laconic.tools.lab.settings import STEPS, Lab
@@ -33,7 +33,7 @@ from laconic.tools.launch.links import Link
 from laconic.tools.launch.links import link as parse_link
 from laconic.tools.launch.slow_link import NoSlowLink, slow_link
 from laconic.tools.launch.tail import following
-from laconic.tools.launch.workers import Network, Place, check_workers, found_place, workers_here
+from laconic.tools.launch.workers import Place, WorkerNetwork, check_workers, found_place, workers_here
 from laconic.tools.machine import usable_cores
 
 DEFAULT_PLANS = ("ddp()", "alone()", "quantized_ddp(bits=4)", "power_sgd(rank=20)")
@@ -98,10 +98,10 @@ def compare(
         raise UsageError("--resume: it needs the file with the results so far. Add --json results.json.")
     goal = Goal(steps, seconds, until_loss, validate_every)
     wanted = _with_baselines(plans) if baselines and count > 1 else plans
-    runs = [Run(each, training, count, goal) for each in wanted]
+    runs = [TrainingRun(each, training, count, goal) for each in wanted]
     if baselines and count > 1 and connected is not None and until_loss is not None:
         runs.append(replace(runs[0], plan=ddp(), without_link=True))
-    run_all(runs, Options(json, plain, report, connected, computed, resume))
+    run_all(runs, CompareOptions(json, plain, report, connected, computed, resume))
 
 
 def _with_baselines(plans: list[Plan]) -> list[Plan]:
@@ -132,7 +132,7 @@ def link_of(text: str | None, workers: int | None) -> Link | None:
 
 
 @dataclass(frozen=True)
-class Options:
+class CompareOptions:
     """The options of the command that do not belong to its runs."""
 
     json: Path | None = None
@@ -143,7 +143,7 @@ class Options:
     resume: bool = False
 
 
-def run_all(runs: Sequence[Run], given: Options) -> None:
+def run_all(runs: Sequence[TrainingRun], given: CompareOptions) -> None:
     """Run the trainings on workers of this machine, or as one worker of torchrun's, and show and write the results."""
     place = found_place(os.environ)
     _check(runs[0], given, place)
@@ -160,12 +160,12 @@ def run_all(runs: Sequence[Run], given: Options) -> None:
             write_page(given.report, outcomes, sys.argv[1:])
 
 
-def _write(outcomes: Sequence[Outcome], given: Options) -> None:
+def _write(outcomes: Sequence[Outcome], given: CompareOptions) -> None:
     if given.json is not None:
         write_atomically(given.json, as_json(outcomes).encode())
 
 
-def _check(run: Run, given: Options, place: Place | None) -> None:
+def _check(run: TrainingRun, given: CompareOptions, place: Place | None) -> None:
     """Check everything before any worker starts. The runs of a command differ only in their plan."""
     if given.json is not None:
         check_writable(given.json)
@@ -183,13 +183,13 @@ def _check(run: Run, given: Options, place: Place | None) -> None:
         check_data(run.training)
 
 
-def _run_launched(runs: Sequence[Run], given: Options, view: View) -> list[Outcome]:
+def _run_launched(runs: Sequence[TrainingRun], given: CompareOptions, view: View) -> list[Outcome]:
     """Start workers for each run that has no results yet. The file of --json has those of all that have ended."""
     known = read_results(given.json) if given.resume and given.json is not None and given.json.exists() else []
     outcomes: list[Outcome] = []
     with _network(given, view) as network, view.running():
         for index, run in enumerate(runs):
-            here = Network() if run.without_link else network
+            here = WorkerNetwork() if run.without_link else network
             finished = next((each for each in known if each.settings == describe(run, here)), None)
             if finished is not None:
                 view.message(f"{run.label}: its results are in {given.json}")
@@ -200,13 +200,13 @@ def _run_launched(runs: Sequence[Run], given: Options, view: View) -> list[Outco
 
 
 @contextmanager
-def _network(given: Options, view: View) -> Iterator[Network]:
+def _network(given: CompareOptions, view: View) -> Iterator[WorkerNetwork]:
     """The network of the command. A link is a real one, or a computed one where that is not possible."""
-    network = Network(computed=given.link)
+    network = WorkerNetwork(computed=given.link)
     with ExitStack() as stack:
         if given.link is not None and not given.computed:
             try:
-                network = Network(stack.enter_context(slow_link(given.link)))
+                network = WorkerNetwork(stack.enter_context(slow_link(given.link)))
             except NoSlowLink as error:
                 view.message(
                     f"no real link of {given.link} can be made here ({error}): the runs go at full speed, and the "
@@ -215,12 +215,12 @@ def _network(given: Options, view: View) -> Iterator[Network]:
         yield network
 
 
-def _launch(run: Run, network: Network, view: View, index: int) -> Outcome:
+def _launch(run: TrainingRun, network: WorkerNetwork, view: View, index: int) -> Outcome:
     with run_folder() as folder, following([report_file(folder, 0)], _shower(view, index)):
         return launch(run, folder, network)
 
 
-def _run_in_place(runs: Sequence[Run], view: View, place: Place) -> list[Outcome]:
+def _run_in_place(runs: Sequence[TrainingRun], view: View, place: Place) -> list[Outcome]:
     """Run the lab's script in this process, which is a worker of torchrun's. Only worker 0 has outcomes."""
     dist.init_process_group("gloo", timeout=TIMEOUT)
     outcomes = []

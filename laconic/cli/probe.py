@@ -20,11 +20,11 @@ from laconic.cli.compare import link_of
 from laconic.cli.results import check_writable
 from laconic.cli.tables import console, table
 from laconic.plans.methods import alone
-from laconic.tools.compare.runs import Run, Script
+from laconic.tools.compare.runs import Script, TrainingRun
 from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import Link
 from laconic.tools.launch.slow_link import NoSlowLink, slow_link
-from laconic.tools.launch.workers import Network, check_workers, found_place, workers_here
+from laconic.tools.launch.workers import WorkerNetwork, check_workers, found_place, workers_here
 from laconic.tools.machine import usable_cores
 from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.network import fit
@@ -90,12 +90,12 @@ def probe(
         typer.echo(f"written to {out}")
 
 
-def _script(script: Path | None, arguments: tuple[str, ...], workers: int) -> Run | None:
+def _script(script: Path | None, arguments: tuple[str, ...], workers: int) -> TrainingRun | None:
     if script is None and arguments:
         raise UsageError(f"-- {' '.join(arguments)}: these are for a script. Give one with --step-script train.py.")
     if script is not None and not script.is_file():
         raise UsageError(f"--step-script {script}: there is no such file. Give the path of a training script.")
-    return None if script is None else Run(alone(), Script(script, arguments), workers)
+    return None if script is None else TrainingRun(alone(), Script(script, arguments), workers)
 
 
 def _as_worker(chosen: ProbeOptions, refused: str | None) -> Probe | None:
@@ -112,7 +112,7 @@ def _as_worker(chosen: ProbeOptions, refused: str | None) -> Probe | None:
     return found if first else None
 
 
-def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: Run | None) -> Probe:
+def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: TrainingRun | None) -> Probe:
     try:
         with _network(link) as network, _progress() as show:
             found = launch_probe(chosen, workers, network, show)
@@ -128,12 +128,12 @@ def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: Run
 
 
 @contextmanager
-def _network(link: Link | None) -> Iterator[Network]:
+def _network(link: Link | None) -> Iterator[WorkerNetwork]:
     if link is None:
-        yield Network()
+        yield WorkerNetwork()
         return
     with slow_link(link) as slow:
-        yield Network(slow=slow)
+        yield WorkerNetwork(slow=slow)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from laconic.plans.methods import alone, ddp
 from laconic.tools.compare.judging import kept, kept_fraction
 from laconic.tools.compare.records import Outcome, Report
 from laconic.tools.compare.report.sentence import headline
-from laconic.tools.compare.runs import Goal, Run
+from laconic.tools.compare.runs import Goal, TrainingRun
 from laconic.tools.units import human_bytes, share
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -69,7 +69,7 @@ class View:
 class PlainView(View):
     """Prints about ten lines for each run."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[TrainingRun]) -> None:
         super().__init__()
         self._console = PipedConsole(width=PLAIN_WIDTH, highlight=False)
         self._runs = runs
@@ -109,7 +109,7 @@ class PlainView(View):
 class LiveView(View):
     """A table with a row for each run, redrawn in place."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[TrainingRun]) -> None:
         super().__init__()
         self._console = Console()
         self._runs = runs
@@ -156,7 +156,7 @@ class LiveView(View):
         return table
 
 
-def make_view(runs: Sequence[Run], plain: bool) -> View:
+def make_view(runs: Sequence[TrainingRun], plain: bool) -> View:
     """Choose the view for stdout: a live table in a terminal or a notebook, lines elsewhere."""
     live = sys.stdout.isatty() or Console().is_jupyter
     return LiveView(runs) if live and not plain else PlainView(runs)
@@ -203,10 +203,10 @@ def cells(goal: Goal, report: Report, kept: float | None = None, guarded: bool =
     ]
 
 
-def plain_line(run: Run, report: Report, kept: float | None = None) -> str:
+def plain_line(run: TrainingRun, report: Report, kept: float | None = None) -> str:
     """The progress as one line of names and values.
 
-    >>> plain_line(Run(ddp(), goal=Goal(steps=3)), Report(worker=0, step=1, loss=5.5, seconds=2, tokens=1800))
+    >>> plain_line(TrainingRun(ddp(), goal=Goal(steps=3)), Report(worker=0, step=1, loss=5.5, seconds=2, tokens=1800))
     'ddp() step=1/3 loss=5.500 validation=- kept=- tokens/s=900 communication=0% sent=0 B MB/s=0.00 left=4s'
     """
     guarded = report.residual is not None

@@ -20,7 +20,7 @@ from laconic.comm.queue import CollectiveQueue
 from laconic.comm.timeout import check_timeout_s
 from laconic.exchange import Level, level_name
 from laconic.ledger import Ledger
-from laconic.torch_private.distributed import LocalGroup, destroy_group, new_group
+from laconic.torch_private.distributed import LocalGroup, destroy_group, flat_group, new_group
 from laconic.values import is_number
 
 Given: TypeAlias = DeviceMesh | Sequence[dist.ProcessGroup]
@@ -237,7 +237,7 @@ def _mesh_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
         )
     groups = [mesh[names[-1]].get_group()]
     for first in range(mesh.ndim - 2, 0, -1):
-        groups.append(mesh[names[first:]]._flatten().get_group())
+        groups.append(flat_group(mesh[names[first:]]))
     everyone = mesh.size() == dist.get_world_size() and dist.group.WORLD is not None
-    groups.append(dist.group.WORLD if everyone else mesh._flatten().get_group())  # type: ignore[arg-type]
+    groups.append(dist.group.WORLD if everyone else flat_group(mesh))  # type: ignore[arg-type]
     return groups

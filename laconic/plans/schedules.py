@@ -177,7 +177,7 @@ class Nested:
         if step < self.start:
             return GRADIENTS
         done = step - self.start + 1
-        for period, size in reversed(list(self.groups.items())):
+        for period, size in reversed(list(self.groups.items())):  # the longest period first
             if done % period == 0:
                 return (Sync(Payload.WEIGHTS, level=size),)
         return NO_SYNC
@@ -223,7 +223,7 @@ class Quadratic:
 
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
         """Return what is averaged at `step`; the period depends on `clock`."""
-        if step < self.start or clock is None:
+        if step < self.start or clock is None:  # without a clock, such as to count bytes: the shortest period
             return _weights_every(self.floor, self.start, step)
         return WEIGHTS if step - max(clock.since, self.start - 1) >= self.period_at(clock.lr) else NO_SYNC
 
@@ -274,7 +274,7 @@ class Streaming:
         """Return the fragment that is sent at `step`, if any."""
         if step < self.start:
             return GRADIENTS
-        place = (step - self.start + 1) % self.period
+        place = (step - self.start + 1) % self.period  # fragment f is sent at place f * period // fragments
         fragment = -(-place * self.fragments // self.period)  # the first fragment at this step or later
         due = fragment < self.fragments and fragment * self.period // self.fragments == place
         return (Sync(Payload.WEIGHTS, part=fragment),) if due else NO_SYNC

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic.checks.agreement import agree
-from laconic.checks.divergence import DivergenceCheck
+from laconic.checks.digests import DivergenceCheck
 from laconic.checks.finite import NonFinite, check_policy
 from laconic.checks.headers import Headers
 from laconic.codecs import Codec

@@ -8,17 +8,16 @@ import pytest
 
 from laconic.tools.compare.records import Outcome
 from laconic.tools.compare.running import describe
-from laconic.tools.compare.runs import Run
+from laconic.tools.compare.runs import TrainingRun
 from laconic.tools.launch.failures import WorkerError
-from laconic.tools.launch.workers import Network
-from tests.cli.conftest import Ended
-from tests.cli.conftest import Run as RunCommand
+from laconic.tools.launch.workers import WorkerNetwork
+from tests.cli.conftest import Ended, Run
 from tests.cli.test_results import DDP
 
 LOCAL = "post_local_sgd(period=4)"
 
 
-def compare(outside: RunCommand, tiny: list[str], plans: list[str], path: Path) -> Ended:
+def compare(outside: Run, tiny: list[str], plans: list[str], path: Path) -> Ended:
     given = [word for plan in plans for word in ("--plan", plan)]
     ended = outside(
         "-m",
@@ -96,7 +95,7 @@ def test_a_stopped_comparison_goes_on_with_resume(here, tmp_path, monkeypatch):
     script, path, ran, fails = tmp_path / "train.py", tmp_path / "out.json", list[str](), True
     script.touch()
 
-    def launched(run: Run, network: Network, view: object, index: int) -> Outcome:
+    def launched(run: TrainingRun, network: WorkerNetwork, view: object, index: int) -> Outcome:
         ran.append(run.label)
         if index == 1 and fails:
             raise WorkerError("stopped")

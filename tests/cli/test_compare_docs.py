@@ -8,10 +8,10 @@ from dataclasses import fields
 import pytest
 
 import laconic
-from laconic.cli.compare import Options
+from laconic.cli.compare import CompareOptions
 from laconic.tools.compare.judging import judgements
 from laconic.tools.compare.records import Outcome
-from laconic.tools.compare.runs import Run, Script
+from laconic.tools.compare.runs import Script, TrainingRun
 from tests.cli.conftest import ROOT
 from tests.cli.test_results import DDP
 
@@ -21,9 +21,9 @@ OPTIONS = sorted(set(re.findall(r"`(--[a-z-]+)[ `]", TEXT)))
 
 
 @pytest.fixture
-def parsed(monkeypatch) -> list[tuple[Sequence[Run], Options]]:
+def parsed(monkeypatch) -> list[tuple[Sequence[TrainingRun], CompareOptions]]:
     """The runs and options that `compare` would start."""
-    calls: list[tuple[Sequence[Run], Options]] = []
+    calls: list[tuple[Sequence[TrainingRun], CompareOptions]] = []
     monkeypatch.setattr("laconic.cli.compare.run_all", lambda runs, options: calls.append((runs, options)))
     return calls
 
@@ -53,7 +53,7 @@ def test_its_options_exist(here, monkeypatch):
 def test_its_numbers_are_in_the_json():
     table = TEXT[TEXT.index("| in `--json` |") : TEXT.index("`network_bytes` and")]
     named = [name for row in re.findall(r"^\| (`.+?`) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
-    assert len(named) == 16
+    assert len(named) == 17
     assert set(named) <= {field.name for field in fields(Outcome)} | set(judgements(DDP, [DDP]))
 
 

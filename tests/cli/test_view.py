@@ -11,9 +11,9 @@ from rich.text import Text
 import laconic
 from laconic.cli.view import LiveView, PlainView, View, make_view, plain_line, sparkline
 from laconic.tools.compare.records import Report
-from laconic.tools.compare.runs import Goal, Run
+from laconic.tools.compare.runs import Goal, TrainingRun
 
-RUNS = [Run(plan, goal=Goal(200)) for plan in (laconic.ddp(), laconic.diloco())]
+RUNS = [TrainingRun(plan, goal=Goal(200)) for plan in (laconic.ddp(), laconic.diloco())]
 NOW = Report(worker=0, step=1, loss=2.0, seconds=1.0, tokens=1234, wire_bytes=5000)
 
 
@@ -78,10 +78,10 @@ def test_the_live_table_fits_eighty_columns_and_shows_runs_that_wait(monkeypatch
 
 
 def test_a_run_of_unknown_length():
-    assert plain_line(Run(laconic.ddp(), goal=Goal()), NOW).endswith(
+    assert plain_line(TrainingRun(laconic.ddp(), goal=Goal()), NOW).endswith(
         "step=1 loss=2.000 validation=- kept=- tokens/s=1,234 communication=0% sent=5 kB MB/s=0.01 left=-"
     )
-    assert plain_line(Run(laconic.ddp(), goal=Goal(seconds=9.0)), NOW).endswith("left=8s")
+    assert plain_line(TrainingRun(laconic.ddp(), goal=Goal(seconds=9.0)), NOW).endswith("left=8s")
     assert plain_line(RUNS[0], replace(NOW, ended="loss")).endswith("left=done")
 
 

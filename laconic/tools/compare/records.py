@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import laconic
 from laconic.plans.plan import Plan
-from laconic.tools.compare.runs import Goal, Run, label
+from laconic.tools.compare.runs import Goal, TrainingRun, label
 from laconic.tools.errors import UsageError
 from laconic.tools.launch.tail import Tail
 
@@ -171,7 +171,7 @@ def has_ended(folder: Path, worker: int) -> bool:
     return bool(reports) and (bool(reports[-1].ended) or end_file(folder, worker).exists())
 
 
-def read_outcome(run: Run, folder: Path, only_worker: int | None = None) -> Outcome:
+def read_outcome(run: TrainingRun, folder: Path, only_worker: int | None = None) -> Outcome:
     """Read the outcome of a run from its folder. With `only_worker`, the folder has the files of that worker alone."""
     workers = range(run.workers) if only_worker is None else [only_worker]
     reports = [read_reports(folder, worker) for worker in workers]

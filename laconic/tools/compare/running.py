@@ -9,17 +9,17 @@ from pathlib import Path
 from laconic.session import observers
 from laconic.tools.compare.records import Outcome, has_ended, read_outcome, read_reports
 from laconic.tools.compare.reporter import FOLDER, write_goal
-from laconic.tools.compare.runs import Run, Script
+from laconic.tools.compare.runs import Script, TrainingRun
 from laconic.tools.errors import UsageError
 from laconic.tools.lab import script as lab
-from laconic.tools.launch.workers import Network, run_workers, variables
+from laconic.tools.launch.workers import WorkerNetwork, run_workers, variables
 
 REPORTER = "laconic.tools.compare.reporter:from_env"
 
 
-def launch(run: Run, folder: Path, network: Network | None = None) -> Outcome:
+def launch(run: TrainingRun, folder: Path, network: WorkerNetwork | None = None) -> Outcome:
     """Run all workers to the end and return the outcome. Their reports and their logs go to `folder`."""
-    network = network or Network()
+    network = network or WorkerNetwork()
     write_goal(folder, run.goal, network.computed)
 
     def reached(worker: int) -> str:
@@ -46,7 +46,7 @@ def launch(run: Run, folder: Path, network: Network | None = None) -> Outcome:
     )
 
 
-def run_in_place(run: Run, folder: Path, worker: int) -> Outcome | None:
+def run_in_place(run: TrainingRun, folder: Path, worker: int) -> Outcome | None:
     """Run the lab's script in this process, which is a worker of torchrun's. Only worker 0 has an outcome."""
     if isinstance(run.training, Script):
         raise UsageError(f"{run.training.title}: torchrun runs the lab's training alone. Run laconic without torchrun.")
@@ -56,13 +56,13 @@ def run_in_place(run: Run, folder: Path, worker: int) -> Outcome | None:
     return read_outcome(run, folder, only_worker=0) if worker == 0 else None
 
 
-def report_variables(run: Run, folder: Path) -> dict[str, str]:
+def report_variables(run: TrainingRun, folder: Path) -> dict[str, str]:
     """The environment variables that give a script its plan and let it report to `folder`."""
     others = os.environ.get(observers.VARIABLE)
     named = REPORTER if others is None else f"{others},{REPORTER}"
     return {"LACONIC_PLAN": repr(run.plan), FOLDER: str(folder), observers.VARIABLE: named}
 
 
-def describe(run: Run, network: Network) -> str:
+def describe(run: TrainingRun, network: WorkerNetwork) -> str:
     """The settings that the results of a run depend on, as text."""
     return f"{run!r}, {network.clock} link: {network.link}"

@@ -62,10 +62,10 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """One run of a training with a plan, on the workers of this machine; with the slow link or without.
 
-    >>> Run(ddp(), goal=Goal(steps=10)).label
+    >>> TrainingRun(ddp(), goal=Goal(steps=10)).label
     'ddp()'
     """
 

@@ -54,7 +54,7 @@ class Stopped(BaseException):
 
 
 @dataclass(frozen=True)
-class Network:
+class WorkerNetwork:
     """The network of a run: the loopback interface, a real slow link, or a link whose time is computed."""
 
     slow: SlowLink | None = None
@@ -120,7 +120,7 @@ def run_workers(
     command: Sequence[str],
     workers: int,
     folder: Path,
-    network: Network | None = None,
+    network: WorkerNetwork | None = None,
     *,
     title: str,
     variables: Mapping[str, str] | None = None,
@@ -154,7 +154,7 @@ def started(
     command: Sequence[str],
     workers: int,
     folder: Path,
-    network: Network | None = None,
+    network: WorkerNetwork | None = None,
     variables: Mapping[str, str] | None = None,
     grace_s: float = GRACE_S,
 ) -> Iterator[list[Worker]]:

@@ -24,7 +24,7 @@ from laconic.tools.planner.timeline import Message, Timeline, released_s, timeli
 HEADER_BYTES = Header(step=0, plan="").summary().nbytes
 """What workers send each other before weights, and without DDP before gradients."""
 DIGEST_BYTES = 16
-"""With what they compare their weights after a round: both ends of a digest (`checks/divergence.py`)."""
+"""With what they compare their weights after a round: both ends of a digest (`checks/digests.py`)."""
 SECONDS_A_DAY = 86_400
 
 

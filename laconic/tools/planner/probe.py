@@ -23,14 +23,14 @@ from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never
 from laconic.plans.text import plan as parse_plan
 from laconic.tools.compare.running import launch
-from laconic.tools.compare.runs import Goal, Run
+from laconic.tools.compare.runs import Goal, TrainingRun
 from laconic.tools.errors import UsageError, check_positive
 from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import loss_of, make_task
 from laconic.tools.launch.failures import WorkerError
 from laconic.tools.launch.folders import run_folder
 from laconic.tools.launch.tail import following
-from laconic.tools.launch.workers import Network, python, run_workers
+from laconic.tools.launch.workers import WorkerNetwork, python, run_workers
 from laconic.tools.machine import versions
 from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.measure import Meter, devices, time_codec, time_collective, time_step
@@ -173,7 +173,7 @@ def load_model(
 # 2. On workers that are started here.
 
 
-def launch_probe(options: ProbeOptions, workers: int, network: Network, show: Show) -> Probe:
+def launch_probe(options: ProbeOptions, workers: int, network: WorkerNetwork, show: Show) -> Probe:
     """Start workers, on hosts of their own if there is a link, and return what they have measured."""
     given = asdict(replace(options, plans=())) | {"plans": [repr(plan) for plan in options.plans]}
     with run_folder() as folder:
@@ -183,7 +183,7 @@ def launch_probe(options: ProbeOptions, workers: int, network: Network, show: Sh
         return Probe.read(folder / "probe.json")
 
 
-def script_step(run: Run, network: Network) -> StepTiming:
+def script_step(run: TrainingRun, network: WorkerNetwork) -> StepTiming:
     """Run a user's script, whose plan is alone(), for a few steps, and return the seconds of worker 0's."""
     with run_folder() as folder:
         points = launch(replace(run, goal=Goal(STEPS, STEPS_S)), folder, network).curve

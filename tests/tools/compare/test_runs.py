@@ -6,12 +6,12 @@ import pytest
 
 import laconic
 from laconic.tools.compare.running import describe
-from laconic.tools.compare.runs import Goal, Run, Script
+from laconic.tools.compare.runs import Goal, Script, TrainingRun
 from laconic.tools.errors import UsageError
 from laconic.tools.lab.script import parse
 from laconic.tools.lab.settings import Lab
 from laconic.tools.launch.links import link
-from laconic.tools.launch.workers import Network, Place, check_workers, found_place
+from laconic.tools.launch.workers import Place, WorkerNetwork, check_workers, found_place
 
 
 @pytest.mark.parametrize("name", ["layers", "width", "context", "batch"])
@@ -72,7 +72,7 @@ def test_scripts_and_goals_are_checked_too(tmp_path):
     with pytest.raises(UsageError, match=r"--script .*train.py: there is no such file. Give the path of a training"):
         Script(script)
     with pytest.raises(UsageError, match="--workers 0: there must be at least 1"):
-        Run(laconic.ddp(), workers=0)
+        TrainingRun(laconic.ddp(), workers=0)
     with pytest.raises(UsageError, match="--steps 0: there must be at least 1"):
         Goal(steps=0)
     with pytest.raises(UsageError, match="--validate-every 0: there must be at least 1"):
@@ -89,16 +89,16 @@ def test_the_lab_script_gets_all_settings_as_arguments(tmp_path):
 def test_what_a_run_depends_on_is_in_its_description(tmp_path):
     script = tmp_path / "train.py"
     script.touch()
-    run, own = Run(laconic.ddp()), Run(laconic.ddp(), Script(script))
-    slow = Network(computed=link("10mbit", workers=4))
+    run, own = TrainingRun(laconic.ddp()), TrainingRun(laconic.ddp(), Script(script))
+    slow = WorkerNetwork(computed=link("10mbit", workers=4))
     different = {
-        describe(run, Network()),
+        describe(run, WorkerNetwork()),
         describe(run, slow),
-        describe(replace(run, plan=laconic.alone()), Network()),
-        describe(replace(run, training=Lab(seed=1)), Network()),
-        describe(replace(run, training=Lab(data=tmp_path)), Network()),
-        describe(replace(run, goal=Goal(300, until_loss=2.0)), Network()),
-        describe(own, Network()),
-        describe(replace(own, training=Script(script, ("3",))), Network()),
+        describe(replace(run, plan=laconic.alone()), WorkerNetwork()),
+        describe(replace(run, training=Lab(seed=1)), WorkerNetwork()),
+        describe(replace(run, training=Lab(data=tmp_path)), WorkerNetwork()),
+        describe(replace(run, goal=Goal(300, until_loss=2.0)), WorkerNetwork()),
+        describe(own, WorkerNetwork()),
+        describe(replace(own, training=Script(script, ("3",))), WorkerNetwork()),
     }
     assert len(different) == 8

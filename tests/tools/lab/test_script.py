@@ -10,13 +10,13 @@ import laconic
 from laconic.tools.compare.records import Outcome, read_outcome, read_reports
 from laconic.tools.compare.reporter import write_goal
 from laconic.tools.compare.running import report_variables
-from laconic.tools.compare.runs import Goal, Run
+from laconic.tools.compare.runs import Goal, TrainingRun
 from laconic.tools.lab.script import lr_share, main
 from laconic.tools.lab.settings import Lab
 from laconic.tools.launch.workers import variables
 
 LAB = Lab(layers=1, width=16, context=16)
-TINY = Run(laconic.ddp(), LAB, workers=1, goal=Goal(steps=6))
+TINY = TrainingRun(laconic.ddp(), LAB, workers=1, goal=Goal(steps=6))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 import laconic
 from laconic.session.observers import VARIABLE
 from laconic.tools.compare.running import REPORTER, launch, report_variables
-from laconic.tools.compare.runs import Goal, Run, Script
+from laconic.tools.compare.runs import Goal, Script, TrainingRun
 from laconic.tools.errors import UsageError
 from laconic.tools.lab.settings import Lab
 from laconic.tools.launch.failures import SHOWN_LINES, WorkerError, last_error, last_traceback, reason
@@ -23,7 +23,7 @@ from laconic.tools.launch.workers import Stopped, stoppable, worker_environ
 from tests.tools.launch.processes import descendants, eventually, running
 
 ROOT = Path(__file__).parents[2]
-TINY = Run(laconic.ddp(), Lab(layers=1, width=16, context=16), workers=2, goal=Goal(steps=3))
+TINY = TrainingRun(laconic.ddp(), Lab(layers=1, width=16, context=16), workers=2, goal=Goal(steps=3))
 LONG = [
     "compare",
     "--no-baselines",
@@ -129,7 +129,7 @@ def test_a_script_that_fails_is_named_with_its_error(script, tmp_path):
     )
     words = r"worker 1 of 2 of --script .*train.py failed at start, with plan ddp\(\): ValueError: no data here\. The"
     with pytest.raises(WorkerError, match=words) as caught:
-        launch(Run(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
+        launch(TrainingRun(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
     _, title, place, *_, error, last = str(caught.value).splitlines()
     assert title == "  Traceback (most recent call last):"
     assert place.startswith(f'    File "{script}", line 2')
@@ -157,7 +157,7 @@ dist.barrier()
 @pytest.mark.slow
 def test_a_script_that_is_aborted_after_its_end_is_not_a_failure(script, tmp_path, caplog):
     script.write_text("import atexit, os\natexit.register(os.abort)\n" + END)
-    outcome = launch(Run(laconic.ddp(), Script(script), workers=2, goal=Goal(steps=1)), tmp_path)
+    outcome = launch(TrainingRun(laconic.ddp(), Script(script), workers=2, goal=Goal(steps=1)), tmp_path)
     assert outcome.loss_final == 1.0
     assert re.search(r"worker \d was killed by SIGABRT after its end; its results are used", caplog.text)
 
@@ -166,7 +166,7 @@ def test_a_script_that_is_aborted_after_its_end_is_not_a_failure(script, tmp_pat
 def test_a_script_that_is_aborted_before_its_end_is_a_failure(script, tmp_path):
     script.write_text(END + "os.abort()")
     with pytest.raises(WorkerError, match=r"failed after step 1, with plan ddp\(\): killed by SIGABRT"):
-        launch(Run(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
+        launch(TrainingRun(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
 
 
 @pytest.mark.slow
@@ -178,19 +178,19 @@ def test_a_worker_that_lost_its_peer_is_not_the_cause(script, tmp_path):
         "print('[rank1]: ValueError: no data\\n[rank1]:   here', file=sys.stderr, flush=True)\ntime.sleep(60)"
     )
     with pytest.raises(WorkerError, match=r"worker 1 of 2 .*: ValueError: no data here\. The other"):
-        launch(Run(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
+        launch(TrainingRun(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
 
 
 def test_a_script_that_is_killed(script, tmp_path):
     script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(WorkerError, match=r"failed at start, with plan .*: killed by SIGKILL"):
-        launch(Run(laconic.ddp(), Script(script), workers=1, goal=Goal()), tmp_path)
+        launch(TrainingRun(laconic.ddp(), Script(script), workers=1, goal=Goal()), tmp_path)
 
 
 def test_a_script_that_does_not_report(script, tmp_path):
     script.write_text("print('trained')")
     with pytest.raises(UsageError, match=r"it ended without a report from every worker. .*session.report\(loss=...\)"):
-        launch(Run(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
+        launch(TrainingRun(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_a_script_that_chooses_its_own_plan(script, tmp_path):
     plan = laconic.power_sgd(rank=2)
     words = rf"it was started with plan {ran}. Attach laconic.plan_from_env"
     with pytest.raises(UsageError, match=words):
-        launch(Run(plan, Script(script), workers=1, goal=Goal()), tmp_path)
+        launch(TrainingRun(plan, Script(script), workers=1, goal=Goal()), tmp_path)
 
 
 def test_the_reason_is_the_last_error_of_a_log():

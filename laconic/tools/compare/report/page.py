@@ -49,13 +49,6 @@ def write_page(path: Path, outcomes: Sequence[Outcome], arguments: Sequence[str]
     write_atomically(path, page(outcomes, arguments).encode())
 
 
-def write_png(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Write the figures as one image."""
-    from laconic.tools.compare.report.figures import png
-
-    write_atomically(path, png(outcomes, headline(outcomes)))
-
-
 def page(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
     """The report as HTML."""
     from jinja2 import Environment, StrictUndefined

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 
 import laconic
 from laconic.tools.compare.judging import as_json
-from laconic.tools.compare.report import check_drawable, headline, write_page, write_png
+from laconic.tools.compare.report import check_drawable, headline, write_page
 from laconic.tools.compare.report.figures import INK, drawings, parts, svg
 from laconic.tools.compare.report.page import page
 from laconic.tools.errors import UsageError
@@ -141,12 +141,6 @@ def test_figures_take_their_colours_from_the_page():
         assert INK not in source
         assert set(re.findall(r"(?:stroke|fill): (#\w+)", source)) <= {"#000000"}, drawing.name
         assert svg(drawing, ALL) == source  # deterministic
-
-
-def test_the_image(tmp_path):
-    path = tmp_path / "out.png"
-    write_png(path, ALL)
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_missing_dependencies_are_refused_before_training(monkeypatch):
