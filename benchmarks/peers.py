@@ -134,7 +134,7 @@ def read_points(folder: Path) -> list[Point]:
 def launch(goal: Goal, folder: Path, slow: SlowLink | None, workers: int) -> None:
     """Start the workers and wait for them. Without a slow link they use the loopback interface."""
     command = python(str(WORKER), str(folder), json.dumps(asdict(goal)))
-    run_workers(command, workers, folder, WorkerNetwork(slow), title=goal.contestant)
+    run_workers(command, workers, folder, WorkerNetwork(slow), title=goal.name)
 
 
 @contextmanager

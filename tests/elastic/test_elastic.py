@@ -190,7 +190,7 @@ def test_a_second_process_replaces_the_first_one_with_its_id(tmp_path):
         pytest.param("diloco(period=4)", marks=pytest.mark.nightly),
         pytest.param("post_local_sgd(period=4)", marks=pytest.mark.nightly),
         "power_sgd(rank=1)",
-        "streaming_diloco(period=8, fragments=2)",
+        "frugal('60x')",
     ],
 )
 def test_every_method_survives_a_loss_and_a_return(tmp_path, plan):

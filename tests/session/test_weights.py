@@ -69,7 +69,7 @@ def _diloco(worker: int, text: str) -> Tensor:
 @pytest.mark.parametrize(
     "text",
     [
-        "diloco(period=2)",
+        "diloco(period=2, lr=0.7, momentum=0.9, codec=Exact())",
         "Plan(schedule=Every(2), outer=Optim('SGD', {'lr': 0.7, 'momentum': 0.9, 'nesterov': True}))",
         "Plan(schedule=Streaming(period=2, fragments=1), outer=Nesterov())",
         "Plan(schedule=Quadratic(growth=0.14143, floor=1), outer=Nesterov())",  # (0.14143 / 0.1)² = 2
@@ -204,7 +204,7 @@ def _peak_bytes(worker: int, text: str) -> tuple[int, float]:
 
 @pytest.mark.parametrize("delay", [0, 3])
 def test_fragments_spread_the_bytes_over_steps(delay):
-    plain = run_workers(_peak_bytes, 2, ("diloco(period=16)",))[0]
+    plain = run_workers(_peak_bytes, 2, ("diloco(period=16, codec=Exact())",))[0]
     streaming = run_workers(
         _peak_bytes, 2, (f"streaming_diloco(period=16, fragments=4, delay={delay}, codec=Exact())",)
     )[0]

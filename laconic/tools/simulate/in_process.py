@@ -55,7 +55,7 @@ class _Flush:
 class InProcessWorld:
     """Where the threads of a run wait for each other.
 
-    `at_once` is how many threads may compute at a time. `served` is called with all collectives of a flush.
+    `at_once` is how many threads may compute at a time. `served` is called with all collectives.
     """
 
     def __init__(self, workers: int, at_once: int, served: Served | None = None) -> None:
@@ -90,6 +90,8 @@ class InProcessWorld:
             raise
         finally:
             self._turns.release()
+            with self._changed:
+                self._changed.notify_all()
 
     def lose(self, worker: int) -> None:
         """Take a worker out: flushes that it is missing from raise `LostWorkerError`."""
@@ -112,7 +114,7 @@ class InProcessWorld:
             last = len(flush.arrived) == len(members)
         if last:
             self._serve(members, flush)
-        self._wait(lambda: flush.rounds > now, members)
+        self._wait(lambda: flush.rounds > now, members, worker)
 
     def barrier(self, worker: int) -> None:
         """Wait for all workers that were not lost, also for those that are lost meanwhile."""
@@ -120,7 +122,9 @@ class InProcessWorld:
             self._barriers[worker] += 1
             mine = self._barriers[worker]
         self._wait(
-            lambda: all(self._barriers[each] >= mine for each in range(self.workers) if each not in self._lost), ()
+            lambda: all(self._barriers[each] >= mine for each in range(self.workers) if each not in self._lost),
+            (),
+            worker,
         )
 
     def _serve(self, members: Members, flush: _Flush) -> None:
@@ -133,12 +137,14 @@ class InProcessWorld:
             flush.rounds += 1
             self._changed.notify_all()
 
-    def _wait(self, over: Callable[[], bool], members: Members) -> None:
+    def _wait(self, over: Callable[[], bool], members: Members, worker: int) -> None:
         """Let others compute until the flush is over, and until it is this worker's turn again."""
         self._turns.release()
         with self._changed:
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self.error is not None or over() or self._lost.intersection(members))
+            self._changed.wait_for(
+                lambda: self.error is not None or over() or (not over() and self._lost.intersection(members))
+            )
             missing = [] if over() else sorted(self._lost.intersection(members))
         self._turns.acquire()
         if self.error is not None:

@@ -82,17 +82,17 @@ def _same_steps(first: Outcome, outcomes: Sequence[Outcome]) -> str:
 
 def _worse(near: Outcome, first: Outcome, outcomes: Sequence[Outcome]) -> str:
     """Describe the best of the plans that are not as good as the reference."""
-    text = f"{near.plan} takes {duration(near.seconds)}, {_less(first, near)}, and its loss is {_higher(near, first)}"
+    text = f"{near.plan} takes {duration(near.seconds)}, {_less(first, near)}, and its loss is {_beside(near, first)}"
     share = kept(near, outcomes)
     if share is None or not share > 0:
         return text
     return f"{text}: it keeps {share:.0%} of DDP's improvement over no communication"
 
 
-def _higher(outcome: Outcome, first: Outcome) -> str:
-    return (
-        f"{outcome.loss_final - first.loss_final:.3f} higher ({outcome.loss_final:.3f} against {first.loss_final:.3f})"
-    )
+def _beside(outcome: Outcome, first: Outcome) -> str:
+    more = outcome.loss_final - first.loss_final
+    losses = f"({outcome.loss_final:.3f} against {first.loss_final:.3f})"
+    return f"{-more:.3f} lower {losses}" if more < 0 else f"{more:.3f} higher {losses}"
 
 
 def _loss(outcome: Outcome) -> float:
