@@ -31,7 +31,7 @@ from ratios import write
 from torch import nn
 
 import laconic
-from laconic.tools.compare.settings import Settings
+from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import loss_of, make_task
 
 _context = multiprocessing.get_context("forkserver")
@@ -72,7 +72,7 @@ def attach_apart(worker: int, workers: int, store: str, times: int, pipe: Connec
     init_group(worker, workers, store)
     for what in (AGREED, *MODELS, *PLANS):
         for _ in range(times):
-            model, plan = make_task(Settings(plan="ddp()", workers=workers)).model, laconic.power_sgd(rank=4, bits=None)
+            model, plan = make_task(Lab()).model, laconic.power_sgd(rank=4, bits=None)
             if worker == workers - 1:
                 MODELS.get(what, lambda _: None)(model)
                 plan = PLANS.get(what, plan)
@@ -93,7 +93,7 @@ def attach_apart(worker: int, workers: int, store: str, times: int, pipe: Connec
 def train_until_lost(worker: int, workers: int, store: str, plan: str, pipe: Connection) -> None:
     """Send a message when training has begun, and the time and the missing workers when one was lost."""
     init_group(worker, workers, store)
-    task = make_task(Settings(plan=plan, workers=workers))
+    task = make_task(Lab())
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-3)
     session = laconic.attach(laconic.plan(plan), task.model, optimizer)
     try:

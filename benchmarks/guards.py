@@ -34,7 +34,7 @@ import laconic
 from laconic.checks.digests import digests
 from laconic.checks.finite import is_finite
 from laconic.exchange import all_finite
-from laconic.tools.compare.settings import Settings
+from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import loss_of, make_task
 
 STRETCH, WARM_UP = 16, 32
@@ -44,7 +44,7 @@ class Training:
     """The lab's GPT under a plan, with checks that can be switched."""
 
     def __init__(self, plan: str, worker: int, workers: int) -> None:
-        self.task = make_task(Settings(plan=plan, workers=workers))
+        self.task = make_task(Lab())
         self.model = DDP(self.task.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.session = laconic.attach(laconic.plan(plan), self.model, self.optimizer)
@@ -126,7 +126,7 @@ def lower_quartile_ms(action: Callable[[], object], times: int = 60) -> float:
 def parts() -> None:
     """Each check by itself, where a whole run is too noisy to show it."""
     torch.set_num_threads(1)
-    task = make_task(Settings(plan="ddp()", workers=1))
+    task = make_task(Lab())
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-3)
     weights = {name: p.detach() for name, p in task.model.named_parameters()}
     bucket = torch.cat([p.reshape(-1) for p in weights.values()])

@@ -35,7 +35,7 @@ from laconic.tools.launch.failures import WorkerError
 from laconic.tools.launch.folders import run_folder
 from laconic.tools.launch.links import link as parse_link
 from laconic.tools.launch.slow_link import SlowLink, slow_link
-from laconic.tools.launch.workers import Network, Stopped, python, run_workers, stoppable
+from laconic.tools.launch.workers import Stopped, WorkerNetwork, python, run_workers, stoppable
 
 WORKER = Path(__file__).parent / "contestants" / "worker.py"
 UNTIL_LOSS = 2.08  # as in docs/compare.md
@@ -134,7 +134,7 @@ def read_points(folder: Path) -> list[Point]:
 def launch(goal: Goal, folder: Path, slow: SlowLink | None, workers: int) -> None:
     """Start the workers and wait for them. Without a slow link they use the loopback interface."""
     command = python(str(WORKER), str(folder), json.dumps(asdict(goal)))
-    run_workers(command, workers, folder, Network(slow), title=goal.contestant)
+    run_workers(command, workers, folder, WorkerNetwork(slow), title=goal.name)
 
 
 @contextmanager

@@ -38,14 +38,14 @@ def main() -> None:
 
 def measured(link: str, plans: list[str], steps: int, workers: int) -> list[dict[str, object]]:
     """Return the predicted and the measured seconds of a step, plan by plan."""
-    network = ["--workers", str(workers)] if link == "none" else ["--link", link, "--hosts", str(workers)]
+    network = ["--workers", str(workers), *([] if link == "none" else ["--link", link])]
     named = [part for plan in plans for part in ("--plan", plan)]
     with tempfile.TemporaryDirectory() as folder:
         probe, runs = Path(folder, "probe.json"), Path(folder, "runs.json")
-        laconic("probe", *network, *named, "--out", str(probe), "--plain")
+        laconic("probe", *network, *named, "--out", str(probe))
         forecast = json.loads(laconic("plan", "--probe", str(probe), *named, "--json"))
         # Steps are counted from the fifth validation on: the first ones warm up.
-        laconic("compare", *network, *named, "--no-baselines", "--steps", str(steps), "--json", str(runs), "--fresh")
+        laconic("compare", *network, *named, "--no-baselines", "--steps", str(steps), "--json", str(runs))
         found = json.loads(runs.read_text())
     print(f"{link}: {forecast['advice']}", flush=True)
     rows = []

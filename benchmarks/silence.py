@@ -1,4 +1,4 @@
-"""What a step costs in which nothing is said: Python time that laconic adds to `optimizer.step()`.
+"""What a step costs in which nothing is sent: Python time that laconic adds to `optimizer.step()`.
 
     python benchmarks/silence.py [--json ratios.json]
 
@@ -60,7 +60,7 @@ def run(worker: int, port: int, path: str | None) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=worker, world_size=2)
     if worker == 0:
-        print(f"torch {torch.__version__}, {os.cpu_count()} cores; microseconds that a silent step takes longer")
+        print(f"torch {torch.__version__}, {os.cpu_count()} cores; microseconds that a plan adds to such a step")
         print(f"{'plan':<58} {'bare':>6} {'DDP':>6}")
     ratios = {}
     for text in PLANS:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,19 @@ class Peers:
 
     rank: int
     size: int
+
+
+Level: TypeAlias = int | Literal["machine"] | None
+"""Among whom: groups of so many workers, the workers of one machine, or all (None)."""
+
+
+def level_name(level: Level) -> str:
+    """Return how the ledger names a level.
+
+    >>> level_name(None), level_name(2)
+    ('world', 'groups of 2')
+    """
+    return "world" if level is None else f"groups of {level}" if isinstance(level, int) else level
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from laconic.tools.compare.progress import VALIDATE_EVERY
-from laconic.tools.compare.settings import Settings
+from laconic.tools.compare.runs import VALIDATE_EVERY
+from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import Batch, loss_of
 
 SECONDS = 100.0
@@ -69,7 +69,7 @@ class Host:
     workers: int
     folder: Path
     control: dist.ProcessGroup
-    settings: Settings
+    settings: Lab
     module: nn.Module
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import laconic
 from contestants.contract import Host, Training
-from laconic.tools.compare.progress import VALIDATE_EVERY
+from laconic.tools.compare.runs import VALIDATE_EVERY
 
 
 def attached(host: Host, plan: str) -> Training:

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from contestants.contract import Host, Training
 from contestants.listed import named
 from laconic.tools.compare.reporter import control_group, interface_bytes
-from laconic.tools.compare.settings import Settings
 from laconic.tools.compare.validating import mean_of, mean_over
 from laconic.tools.lab.script import lr_share
+from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import Task, make_task, validation_loss
 from laconic.tools.machine import usable_cores
 
@@ -65,7 +65,7 @@ def main(folder: Path, goal: Goal) -> None:
     control = control_group(dist.group.WORLD)
     assert control is not None, "there must be at least two workers"
     torch.set_num_threads(max(1, usable_cores() // dist.get_world_size()))
-    settings = Settings(plan="ddp()", workers=dist.get_world_size(), steps=goal.steps, seed=goal.seed)
+    settings = Lab(seed=goal.seed)
     task = make_task(settings)
     host = Host(dist.get_rank(), dist.get_world_size(), folder, control, settings, task.model)
     training = named(goal.name).build(host)

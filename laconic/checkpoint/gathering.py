@@ -102,8 +102,8 @@ class _Link:
         for begin in range(0, longest, PIECE_BYTES):
             size = min(PIECE_BYTES, longest - begin)
             piece = torch.zeros(size, dtype=torch.uint8, device=self._device)
-            part = message[begin : begin + size]
-            piece[: part.numel()].copy_(part)
+            own = message[begin : begin + size]  # shorter than `size`, or empty, if this worker's message has ended
+            piece[: own.numel()].copy_(own)
             pieces = [torch.empty_like(piece) for _ in messages]
             dist.gather(piece, pieces or None, group=self._group, group_dst=0)
             self._record("gather", piece)

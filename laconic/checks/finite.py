@@ -19,7 +19,7 @@ from torch import Tensor
 
 from laconic.comm.queue import CollectiveQueue
 from laconic.errors import NonFiniteError, names
-from laconic.exchange import Averaged, Decide, Exchange, Mean, Request, all_finite, intercept
+from laconic.exchange import Averaged, Decide, Exchange, Mean, Request, all_finite, intercept, total
 from laconic.packing import side_by_side
 
 logger = logging.getLogger(__name__)
@@ -211,8 +211,7 @@ def is_finite(x: Tensor) -> bool:
     >>> is_finite(torch.full((2,), 3e38)), is_finite(torch.tensor([1.0, torch.nan]))
     (True, False)
     """
-    total = x.sum(dtype=torch.float32 if x.element_size() < 4 else None).item()
-    return math.isfinite(total) or bool(x.isfinite().all())  # a sum may overflow though all terms are finite
+    return math.isfinite(total(x).item()) or bool(x.isfinite().all())  # a sum may overflow though all terms are finite
 
 
 def _finding(x: Tensor, tensors: Mapping[str, Tensor], first: bool) -> Finding:

@@ -1,7 +1,7 @@
 """Headers: a row of numbers that each worker sends before weights, and before the gradients of a bare module.
 
 Workers that are at different steps, under different plans or with different parameters get an error instead of a mean
-of different things. All headers have the same length, so that any two of them can meet. Usually all workers state the
+of different things. All headers have the same length, whatever the model. Usually all workers state the
 same, and one all_reduce of five numbers shows it. Only otherwise is the row of every worker gathered.
 """
 
@@ -15,7 +15,7 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from laconic.checks.agreement import Facts, agree, are_same, both_ends, digest_of, highest
+from laconic.checks.agreement import Facts, agree, are_same, both_ends, digest_of
 from laconic.checks.digests import combined
 from laconic.comm.queue import CollectiveQueue
 from laconic.errors import DesyncError, names, outliers
@@ -107,14 +107,36 @@ class Headers:
 
 
 def exchange_headers(queue: CollectiveQueue, header: Header) -> Headers:
-    """Check that all workers are at the same step with the same plan and model, and return what they state.
+    """Check that all workers are at the same step with the same plan and model, and return what they state."""
+    if queue.workers == 1:
+        return Headers((header,))
+    return _read(queue, header, queue.run(_gathered(queue, header), "control"))
 
-    Only where workers have gradients of different parameters do they also exchange which.
-    """
-    same = header.of_all(highest(queue, header.summary()), queue.workers)
-    if same is not None:
-        return same
-    rows = queue.gather(header.row())
+
+class PendingHeaders:
+    """Headers that are gathered while gradients are averaged. The queue must be flushed before `wait`."""
+
+    def __init__(self, queue: CollectiveQueue, header: Header) -> None:
+        self._queue, self._header = queue, header
+        self._pending = queue.start(_gathered(queue, header), "control")
+
+    def wait(self) -> Headers:
+        """Wait for the headers of all workers, and check them."""
+        return _read(self._queue, self._header, self._pending.wait())
+
+
+def _gathered(queue: CollectiveQueue, header: Header) -> Exchange[Headers | Tensor]:
+    """Return the headers of all workers, if all state the same and are finite; else their rows, [workers, 7]."""
+    largest = yield Max(header.summary().to(queue.device))
+    same = header.of_all(largest.cpu(), queue.workers)
+    return same if same is not None else (yield Gather(header.row().to(queue.device))).cpu()
+
+
+def _read(queue: CollectiveQueue, header: Header, found: Headers | Tensor) -> Headers:
+    """Check what was gathered; where workers have gradients of different parameters, exchange which, too."""
+    if isinstance(found, Headers):
+        return found
+    rows = found
     if bool((rows[:, :2] == rows[0, :2]).all()) and not bool((rows[:, 2] == rows[0, 2]).all()):
         agree(queue, "what they train", header.model.stated)  # raises, and names the first difference
     headers = _checked(rows, header, queue.level)
@@ -122,28 +144,6 @@ def exchange_headers(queue: CollectiveQueue, header: Header) -> Headers:
         return headers
     sets = [sum(word << (_BITS * i) for i, word in enumerate(words)) for words in queue.gather(header.words()).tolist()]
     return Headers(tuple(replace(each, with_gradient=bits) for each, bits in zip(headers.all, sets, strict=True)))
-
-
-class PendingHeaders:
-    """Headers that are gathered while gradients are averaged. The queue must be flushed before `wait`."""
-
-    def __init__(self, queue: CollectiveQueue, header: Header) -> None:
-        self._headers: Headers | None = None
-
-        def exchange() -> Exchange[None]:
-            found = yield Max(header.summary().to(queue.device))
-            self._headers = header.of_all(found.cpu(), queue.workers)
-            if self._headers is None:
-                rows = yield Gather(header.row().to(queue.device))
-                self._headers = _checked(rows.cpu(), header, queue.level)
-
-        self._future = queue.submit(exchange(), "control", torch.empty(0))
-
-    def wait(self) -> Headers:
-        """Wait for the headers of all workers."""
-        self._future.wait()
-        assert self._headers is not None
-        return self._headers
 
 
 def _checked(rows: Tensor, mine: Header, level: str) -> Headers:

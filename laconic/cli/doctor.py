@@ -110,11 +110,11 @@ def show(findings: Sequence[Finding], plain: bool) -> None:
     for each in findings:
         title = each.name + (f" ({names(each.workers)})" if each.workers else "")
         if plain:
-            typer.echo(f"{each.verdict}: {title}: {each.found}")
+            typer.echo(f"{each.severity}: {title}: {each.found}")
             if each.way_out:
                 typer.echo(f"    {each.why}\n    {each.way_out}")
         rows.append(
-            (Text(each.verdict, COLOURS[each.verdict]), title, each.found, f"{each.why} {each.way_out}".strip())
+            (Text(each.severity, COLOURS[each.severity]), title, each.found, f"{each.why} {each.way_out}".strip())
         )
     if not plain:
         console().print(table(HEADINGS, rows, left=HEADINGS))
@@ -127,5 +127,5 @@ def summary(findings: Sequence[Finding]) -> str:
     >>> summary([])
     'no problem, no warning.'
     """
-    counts = {verdict: sum(each.verdict == verdict for each in findings) for verdict in ("problem", "warning")}
-    return ", ".join(f"{count or 'no'} {verdict}{'s' * (count > 1)}" for verdict, count in counts.items()) + "."
+    counts = {severity: sum(each.severity == severity for each in findings) for severity in ("problem", "warning")}
+    return ", ".join(f"{count or 'no'} {severity}{'s' * (count > 1)}" for severity, count in counts.items()) + "."

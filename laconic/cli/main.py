@@ -18,7 +18,6 @@ from laconic.cli.migrate import migrate
 from laconic.cli.plan import plan
 from laconic.cli.probe import probe
 from laconic.cli.simulate import simulate
-from laconic.cli.train import train
 from laconic.tools.errors import UsageError
 from laconic.tools.launch.failures import WorkerError
 from laconic.tools.launch.workers import Stopped, found_place, stoppable
@@ -48,7 +47,6 @@ def laconic_command(
     """Train PyTorch models over networks that are too slow for them."""
 
 
-app.command()(train)
 app.command()(compare)
 app.command()(migrate)
 app.command()(doctor)

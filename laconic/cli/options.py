@@ -1,4 +1,4 @@
-"""The options of `train` and `compare`, each defined once."""
+"""The options that commands share, each defined once."""
 
 from dataclasses import fields
 from functools import partial
@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from laconic.tools.compare.settings import Settings
+from laconic.tools.lab.settings import STEPS, Lab
 
-DEFAULT = Settings(plan="ddp()")
+DEFAULT = Lab()
 
 _option = partial(typer.Option, show_default=False)
 _model = partial(typer.Option, rich_help_panel="The model")
@@ -25,21 +25,15 @@ Lr = Annotated[float, _run(help="Learning rate of AdamW, after the warm-up.")]
 Seed = Annotated[int, _run(help="Seed of the initial weights and of the batches.")]
 _TEXT = "A text file, or a folder of them. Default: the source of Python's standard library."
 Data = Annotated[Path | None, _run(help=_TEXT)]
-BucketMb = Annotated[float, _run(help="Size of DDP's gradient buckets.")]
 _GUARD = "What watches each plan: warn measures what it delivers and logs, act also makes a weak plan stronger."
 GuardMode = Annotated[str, _run("--guard", help=_GUARD)]
-Oversubscribe = Annotated[bool, _run("--oversubscribe", help="Allow more workers than the cores can serve.")]
 
 Model = Annotated[str, _model(help="gpt, on text; or resnet, on digits.")]
 Layers = Annotated[int, _model(help="Blocks of the model.")]
 Width = Annotated[int, _model(help="Width of the embedding, or channels.")]
-Heads = Annotated[int, _model(help="Attention heads (gpt).")]
 Context = Annotated[int, _model(help="Length of a sequence, in bytes (gpt).")]
 
-_STEPS = (
-    f"Steps of the optimizer, at most; the learning rate follows them. Default: {DEFAULT.steps}, or the script's own "
-    "end."
-)
+_STEPS = f"Steps of the optimizer, at most; the learning rate follows them. Default: {STEPS}, or the script's own end."
 StepsAtMost = Annotated[int | None, _stop(help=_STEPS)]
 Seconds = Annotated[float | None, _stop(help="Stop each run after this many seconds.")]
 _LOSS = (
@@ -67,12 +61,12 @@ _SCRIPT = (
 ScriptPath = Annotated[Path | None, _option("--script", help=_SCRIPT)]
 Json = Annotated[Path | None, _output("--json", help="Also write the results to this file.")]
 Report = Annotated[Path | None, _output("--report", help="Also write a report to this HTML file.")]
-Png = Annotated[Path | None, _output("--png", help="Also write the figures to this file.")]
-Fresh = Annotated[bool, _output("--fresh", help="Run every plan, also those finished before.")]
+_RESUME = "Do not run again what the file of --json has the results of."
+Resume = Annotated[bool, _output("--resume", help=_RESUME)]
 Plain = Annotated[bool, _output("--plain", help="Log lines even if this is a terminal.")]
 
 
-def lab_settings(command: typer.Context, **changes: Any) -> Settings:
+def lab_settings(command: typer.Context, **changes: Any) -> Lab:
     """Make the settings of the lab from the options of a command, with changes."""
-    names = {field.name for field in fields(Settings)}
-    return Settings(**{name: value for name, value in command.params.items() if name in names} | changes)
+    names = {field.name for field in fields(Lab)}
+    return Lab(**{name: value for name, value in command.params.items() if name in names} | changes)

@@ -19,11 +19,12 @@ from laconic.cli import options
 from laconic.cli.compare import link_of
 from laconic.cli.results import check_writable
 from laconic.cli.tables import console, table
-from laconic.tools.compare.settings import Script
+from laconic.plans.methods import alone
+from laconic.tools.compare.runs import Script, TrainingRun
 from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import Link
 from laconic.tools.launch.slow_link import NoSlowLink, slow_link
-from laconic.tools.launch.workers import Network, check_workers, found_place, workers_here
+from laconic.tools.launch.workers import WorkerNetwork, check_workers, found_place, workers_here
 from laconic.tools.machine import usable_cores
 from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.network import fit
@@ -60,7 +61,6 @@ def probe(
     longest: Annotated[
         float, typer.Option(help="Seconds of the longest collective. Sizes grow up to it.")
     ] = ProbeOptions.longest_s,
-    oversubscribe: options.Oversubscribe = False,
 ) -> None:
     """Measure collectives, codecs and a training step, in about a minute.
 
@@ -82,8 +82,7 @@ def probe(
     if found_place(os.environ) is not None:
         found = _as_worker(chosen, "--link" if link else "--step-script" if script else None)
     else:
-        if not oversubscribe:
-            check_workers(count, usable_cores())
+        check_workers(count, usable_cores())
         found = _launched(chosen, count, connected, script)
     if found is not None:
         found.write(out)
@@ -91,12 +90,12 @@ def probe(
         typer.echo(f"written to {out}")
 
 
-def _script(script: Path | None, arguments: tuple[str, ...], workers: int) -> Script | None:
+def _script(script: Path | None, arguments: tuple[str, ...], workers: int) -> TrainingRun | None:
     if script is None and arguments:
         raise UsageError(f"-- {' '.join(arguments)}: these are for a script. Give one with --step-script train.py.")
     if script is not None and not script.is_file():
         raise UsageError(f"--step-script {script}: there is no such file. Give the path of a training script.")
-    return None if script is None else Script("alone()", script, arguments, workers)
+    return None if script is None else TrainingRun(alone(), Script(script, arguments), workers)
 
 
 def _as_worker(chosen: ProbeOptions, refused: str | None) -> Probe | None:
@@ -113,13 +112,13 @@ def _as_worker(chosen: ProbeOptions, refused: str | None) -> Probe | None:
     return found if first else None
 
 
-def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: Script | None) -> Probe:
+def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: TrainingRun | None) -> Probe:
     try:
         with _network(link) as network, _progress() as show:
             found = launch_probe(chosen, workers, network, show)
             if script is None:
                 return found
-            show(1.0, f"steps of {script.script}")
+            show(1.0, f"steps of {script.training.name}")
             return replace(found, step=script_step(script, network))
     except NoSlowLink as error:
         raise UsageError(
@@ -129,12 +128,12 @@ def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: Scr
 
 
 @contextmanager
-def _network(link: Link | None) -> Iterator[Network]:
+def _network(link: Link | None) -> Iterator[WorkerNetwork]:
     if link is None:
-        yield Network()
+        yield WorkerNetwork()
         return
     with slow_link(link) as slow:
-        yield Network(slow=slow)
+        yield WorkerNetwork(slow=slow)
 
 
 @contextmanager

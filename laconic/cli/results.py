@@ -1,13 +1,13 @@
-"""The closing table of `train` and `compare`, and their result files."""
+"""The closing table of `compare`, and their result files."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
 
-from laconic.atomic_write import write_atomically, write_temporary
+from laconic.atomic_write import write_temporary
 from laconic.cli.tables import table
-from laconic.tools.compare.export import as_json
+from laconic.plans.methods import alone
 from laconic.tools.compare.judging import efficiency, has_levels, kept, no_better_than_alone, reference, slow_bytes
 from laconic.tools.compare.records import Outcome
 from laconic.tools.errors import UsageError
@@ -15,9 +15,9 @@ from laconic.tools.units import human_bytes, ratio, share
 
 
 def closing_table(outcomes: Sequence[Outcome]) -> Table:
-    """One row for each plan: its losses, what it keeps of what talking gives, the bytes sent, the seconds.
+    """One row for each plan: its losses, what it keeps, the bytes sent, the seconds.
 
-    Ratios are to `ddp()`, or else the first plan. A plan that is no better than `alone()` is said to be so.
+    Ratios are to `ddp()`, or else the first plan. The row of a plan says if it is no better than `alone()`.
 
     "fewer" counts the bytes of the outermost level alone. If plans also send inside groups, a column shows them.
     """
@@ -32,9 +32,9 @@ def closing_table(outcomes: Sequence[Outcome]) -> Table:
             outcome.label + ("\nno better than alone()" if no_better_than_alone(outcome, outcomes) else ""),
             f"{outcome.loss_start:.3f} -> {outcome.loss_final:.3f}",
             share(kept(outcome, outcomes)),
-            human_bytes(outcome.sent_bytes),
+            human_bytes(outcome.wire_bytes),
             *([human_bytes(slow_bytes(outcome))] if levels else []),
-            "-" if outcome.plan == "alone()" else ratio(slow_bytes(first), slow_bytes(outcome)),
+            "-" if outcome.plan == alone() else ratio(slow_bytes(first), slow_bytes(outcome)),
             f"{outcome.seconds:.1f}" if outcome.reached or not target else f"not in {outcome.seconds:.1f}",
             *(_target(first, outcome, outcomes) if target else []),
         )
@@ -60,7 +60,7 @@ def _target(first: Outcome, outcome: Outcome, outcomes: Sequence[Outcome]) -> tu
 def check_writable(path: Path, option: str = "--json") -> None:
     """Refuse, before any training, a file that could not be written after it."""
     if path.is_dir():
-        example = path / {"--json": "results.json", "--png": "results.png"}.get(option, "results.html")
+        example = path / ("results.html" if option == "--report" else "results.json")
         raise UsageError(f"{option} {path}: that is a folder. Name a file in it, such as {example}.")
     try:
         write_temporary(path).unlink()
@@ -69,8 +69,3 @@ def check_writable(path: Path, option: str = "--json") -> None:
             f"{option} {path}: no file can be written in {path.absolute().parent} ({error.strerror}). "
             "Choose a folder that exists and that you may write to."
         ) from error
-
-
-def write_json(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Write a JSON list with one object for each plan."""
-    write_atomically(path, as_json(outcomes).encode())

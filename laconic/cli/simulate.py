@@ -15,9 +15,9 @@ from laconic.cli.options import DEFAULT
 from laconic.cli.tables import console, table
 from laconic.cli.view import PLAIN_LINES
 from laconic.cost import meta
-from laconic.tools.compare.settings import Settings
 from laconic.tools.errors import UsageError, check_count
 from laconic.tools.lab.models import GPT, ResNet
+from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import check_data
 from laconic.tools.launch.links import link as parse_link
 from laconic.tools.launch.workers import variables
@@ -64,14 +64,14 @@ def simulate(
     seed: options.Seed = DEFAULT.seed,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with every step.")] = False,
 ) -> None:
-    """Train with many workers in this process, or only tell the time that they would take.
+    """Train with many workers in this process, or only count the time that they would take.
 
     Codecs, schedules and outer steps are the real ones. Losses are those of real processes, bit for bit.
     """
     check_count("workers", workers)
     plans = [parse_plan(text) for text in plan or ["ddp()"]]
     place = model if ":" in model else None
-    settings = options.lab_settings(command, plan="ddp()", model=DEFAULT.model if place else model)
+    settings = options.lab_settings(command, model=DEFAULT.model if place else model)
     network = _network(link, latency, workers)
     machine = network.link.levels[0].count if network is not None and len(network.link.levels) > 1 else None
     given = Conditions(parse(step, DURATION, "--step"), jitter, network, seed)
@@ -124,7 +124,7 @@ def _network(text: str | None, latency: str | None, workers: int) -> ComputedNet
     return ComputedNetwork(parse_link(text, workers), 0.0 if latency is None else parse(latency, DURATION, "--latency"))
 
 
-def _meta_model(settings: Settings, place: str | None) -> torch.nn.Module:
+def _meta_model(settings: Lab, place: str | None) -> torch.nn.Module:
     with torch.device("meta"):
         if place is not None:
             return user_task(place, settings.seed).model

@@ -1,11 +1,13 @@
 """The display while workers train: a live table in a terminal, lines of text elsewhere."""
 
+from __future__ import annotations
+
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 
 from rich.console import Console
@@ -15,31 +17,31 @@ from rich.table import Table
 
 from laconic.cli.results import closing_table
 from laconic.cli.tables import PLAIN_WIDTH, PipedConsole
-from laconic.tools.compare.judging import kept, kept_share
-from laconic.tools.compare.progress import Progress
-from laconic.tools.compare.records import Outcome
+from laconic.plans.methods import alone, ddp
+from laconic.tools.compare.judging import kept, kept_fraction
+from laconic.tools.compare.records import Outcome, Report
 from laconic.tools.compare.report.sentence import headline
+from laconic.tools.compare.runs import Goal, TrainingRun
 from laconic.tools.units import human_bytes, share
 
 BARS = "▁▂▃▄▅▆▇█"
-HEADINGS = ("step", "loss", "valid", "kept", "tok/s", "talk", "sent", "MB/s", "left")
+HEADINGS = ("step", "loss", "valid", "kept", "tok/s", "comm", "sent", "MB/s", "left")
 HEALTH = ("behind", "agree")
 """The columns of what a guard measures, shown where one does."""
+LONGER = {
+    "valid": "validation",
+    "tok/s": "tokens/s",
+    "comm": "communication",
+    "behind": "residual",
+    "agree": "agreement",
+}
 TREND_WIDTH = 8
 PLAIN_LINES = 10  # for one run of known length
 PLAIN_SECONDS = 10.0  # the longest time without a line
 
 
-@dataclass(frozen=True)
-class Row:
-    """One worker of one run, both counted from 0."""
-
-    run: int
-    worker: int
-
-
 class View:
-    """Shows runs one after another. This class shows nothing; subclasses override what they show."""
+    """Shows runs one after another, each by its worker 0. This class shows nothing; its subclasses do."""
 
     def __init__(self) -> None:
         self.outcomes: list[Outcome] = []
@@ -53,8 +55,8 @@ class View:
         """Show progress while the block runs."""
         yield
 
-    def progress(self, row: Row, progress: Progress) -> None:
-        """Show the progress of a worker."""
+    def progress(self, index: int, report: Report) -> None:
+        """Show how far a run is."""
 
     def finish(self, outcome: Outcome) -> None:
         """Show the end of a run."""
@@ -67,35 +69,33 @@ class View:
 class PlainView(View):
     """Prints about ten lines for each run."""
 
-    def __init__(self, labels: Mapping[Row, str]) -> None:
+    def __init__(self, runs: Sequence[TrainingRun]) -> None:
         super().__init__()
         self._console = PipedConsole(width=PLAIN_WIDTH, highlight=False)
-        self._labels = labels
-        self._next: dict[Row, tuple[int, float]] = {}  # the step and the time of a row's next line
+        self._runs = runs
+        self._next: dict[int, tuple[int, float]] = {}  # the step and the time of a run's next line
         self._validated = Validated()
 
     def message(self, line: str) -> None:
         """Print a line."""
         self._console.print(line, markup=False, soft_wrap=True)
 
-    def progress(self, row: Row, progress: Progress) -> None:
+    def progress(self, index: int, report: Report) -> None:
         """Print a line every tenth of the steps, or after ten seconds."""
-        if row not in self._labels:
-            return
-        progress, share_kept = self._validated.latest(row, progress, self.outcomes)
-        step, second = self._next.get(row, (0, 0.0))
+        run, (step, second) = self._runs[index], self._next.get(index, (1, 0.0))
+        report, share_kept = self._validated.latest(index, report, self.outcomes)
         now = time.monotonic()
-        if progress.step >= step or now >= second or progress.ended:
-            stride = max(1, progress.steps // PLAIN_LINES) if progress.steps else sys.maxsize
-            self._next[row] = (progress.step + stride, now + PLAIN_SECONDS)
-            self.message(plain_line(self._labels[row], progress, share_kept))
+        if report.step and (report.step >= step or now >= second or report.ended):
+            stride = max(1, run.goal.steps // PLAIN_LINES) if run.goal.steps else sys.maxsize
+            self._next[index] = (report.step + stride, now + PLAIN_SECONDS)
+            self.message(plain_line(run, report, share_kept))
 
     def finish(self, outcome: Outcome) -> None:
         """Print the results of the run."""
         super().finish(outcome)
         self.message(
             f"{outcome.label} done {outcome.loss_of}_loss={outcome.loss_start:.3f}->{outcome.loss_final:.3f} "
-            f"sent={human_bytes(outcome.sent_bytes)} took={outcome.seconds:.1f}s"
+            f"sent={human_bytes(outcome.wire_bytes)} took={outcome.seconds:.1f}s"
             f" kept={share(kept(outcome, self.outcomes))}"
         )
 
@@ -107,15 +107,15 @@ class PlainView(View):
 
 
 class LiveView(View):
-    """A table with a row for each run or worker, redrawn in place."""
+    """A table with a row for each run, redrawn in place."""
 
-    def __init__(self, labels: Mapping[Row, str]) -> None:
+    def __init__(self, runs: Sequence[TrainingRun]) -> None:
         super().__init__()
         self._console = Console()
-        self._labels = labels
-        self._latest: dict[Row, tuple[Progress, float | None]] = {}
+        self._runs = runs
+        self._latest: dict[int, tuple[Report, float | None]] = {}
         self._validated = Validated()
-        self._losses: dict[Row, list[float]] = {row: [] for row in labels}
+        self._losses: list[list[float]] = [[] for _ in runs]
         self._live = Live(console=self._console, get_renderable=self._table, refresh_per_second=8, transient=True)
 
     def message(self, line: str) -> None:
@@ -128,93 +128,91 @@ class LiveView(View):
         with self._live:
             yield
 
-    def progress(self, row: Row, progress: Progress) -> None:
+    def progress(self, index: int, report: Report) -> None:
         """Keep it for the next redraw."""
-        if row in self._labels:
-            self._latest[row] = self._validated.latest(row, progress, self.outcomes)
-            self._losses[row].append(progress.loss)
+        self._latest[index] = self._validated.latest(index, report, self.outcomes)
+        if report.step:
+            self._losses[index].append(report.loss)
 
     def results(self, outcomes: Sequence[Outcome]) -> None:
         """Print the closing table, and what it says."""
         self._console.print(closing_table(outcomes))
         if len(outcomes) > 1:
-            self.message(headline(outcomes))
+            self._console.print(headline(outcomes), markup=False, highlight=False)
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("", overflow="fold")
         table.add_column("", no_wrap=True, width=TREND_WIDTH)
-        guarded = any(progress.residual is not None for progress, _ in self._latest.values())
+        guarded = any(report.residual is not None for report, _ in self._latest.values())
         headings = HEADINGS + HEALTH * guarded
         for heading in headings:
             table.add_column(heading, justify="right", no_wrap=True)
-        for row, label in self._labels.items():
-            trend = f"[cyan]{sparkline(self._losses[row], TREND_WIDTH)}[/cyan]"
-            numbers = cells(*self._latest[row], guarded) if row in self._latest else ["-"] * len(headings)
-            table.add_row(escape(label), trend, *numbers)
+        for index, run in enumerate(self._runs):
+            trend = f"[cyan]{sparkline(self._losses[index], TREND_WIDTH)}[/cyan]"
+            known = self._latest.get(index)
+            numbers = ["-"] * len(headings) if known is None else cells(run.goal, *known, guarded)
+            table.add_row(escape(run.label), trend, *numbers)
         return table
 
 
-def make_view(labels: Mapping[Row, str], plain: bool) -> View:
+def make_view(runs: Sequence[TrainingRun], plain: bool) -> View:
     """Choose the view for stdout: a live table in a terminal or a notebook, lines elsewhere."""
     live = sys.stdout.isatty() or Console().is_jupyter
-    return LiveView(labels) if live and not plain else PlainView(labels)
+    return LiveView(runs) if live and not plain else PlainView(runs)
 
 
 class Validated:
-    """The last validation of each row, and what its run had kept then."""
+    """The last validation of each run, and what it had kept then."""
 
     def __init__(self) -> None:
-        self._last: dict[Row, tuple[float | None, float | None]] = {}
+        self._last: dict[int, tuple[float | None, float | None]] = {}
 
-    def latest(self, row: Row, progress: Progress, ended: Sequence[Outcome]) -> tuple[Progress, float | None]:
-        """Return the progress with the last validation loss, and the share that was kept at that step."""
-        if progress.validation is not None:
-            self._last[row] = progress.validation, kept_so_far(progress, ended)
-        loss, share_kept = self._last.get(row, (None, None))
-        return replace(progress, validation=loss), share_kept
+    def latest(self, index: int, report: Report, ended: Sequence[Outcome]) -> tuple[Report, float | None]:
+        """Return the report with the last validation loss, and what the run kept at that step."""
+        if report.validation is not None:
+            self._last[index] = report.validation, kept_so_far(report, ended)
+        loss, share_kept = self._last.get(index, (None, None))
+        return replace(report, validation=loss), share_kept
 
 
-def kept_so_far(progress: Progress, ended: Sequence[Outcome]) -> float | None:
-    """The share of what talking gives that a run keeps at this step; None if there is nothing to compare it with."""
-    if progress.validation is None:
+def kept_so_far(report: Report, ended: Sequence[Outcome]) -> float | None:
+    """What a run keeps at this step; None if there is nothing to compare it with."""
+    if report.validation is None:
         return None
-    silent, ddp = (next((each for each in ended if each.plan == plan), None) for plan in ("alone()", "ddp()"))
-    at = [{p.step: p.loss for p in each.validations}.get(progress.step) for each in (silent, ddp) if each is not None]
-    return kept_share(at[0], progress.validation, at[1]) if len(at) == 2 and None not in at else None  # type: ignore[arg-type]
+    found = {each.plan: {point.step: point.loss for point in each.validations} for each in ended}
+    floor, top = (found.get(plan, {}).get(report.step) for plan in (alone(), ddp()))
+    return None if floor is None or top is None else kept_fraction(floor, report.validation, top)
 
 
-def cells(progress: Progress, kept: float | None = None, guarded: bool = False) -> list[str]:
+def cells(goal: Goal, report: Report, kept: float | None = None, guarded: bool = False) -> list[str]:
     """The formatted numbers of a row, as in HEADINGS; and those of the guard, as in HEALTH."""
-    measured = (progress.residual, progress.agreement) if guarded else ()
-    seconds = progress.seconds or 1.0
-    has_limit = progress.steps or progress.seconds_limit
+    measured = (report.residual, report.agreement) if guarded else ()
+    seconds, left = report.seconds or 1.0, report.seconds_left(goal)
     return [
-        f"{progress.step}/{progress.steps}" if progress.steps else str(progress.step),
-        f"{progress.loss:.3f}",
-        "-" if progress.validation is None else f"{progress.validation:.3f}",
+        f"{report.step}/{goal.steps}" if goal.steps else str(report.step),
+        f"{report.loss:.3f}",
+        "-" if report.validation is None else f"{report.validation:.3f}",
         share(kept),
-        f"{progress.tokens_per_s:,.0f}" if progress.tokens_per_s else "-",  # a script need not report them
-        f"{progress.communication_s / seconds:.0%}",
-        human_bytes(progress.sent_bytes),
-        f"{progress.wire_bytes / seconds / 1e6:.2f}",
-        "done" if progress.ended else f"{progress.seconds_left:.0f}s" if has_limit else "-",
+        f"{report.tokens / seconds:,.0f}" if report.tokens else "-",  # a script need not report them
+        f"{report.communication_seconds / seconds:.0%}",
+        human_bytes(report.wire_bytes),
+        f"{report.wire_bytes / seconds / 1e6:.2f}",
+        "done" if report.ended else "-" if left is None else f"{left:.0f}s",
         *("-" if each is None else f"{each:.2f}" for each in measured),
     ]
 
 
-def plain_line(label: str, progress: Progress, kept: float | None = None) -> str:
+def plain_line(run: TrainingRun, report: Report, kept: float | None = None) -> str:
     """The progress as one line of names and values.
 
-    >>> now = Progress(worker=0, step=1, steps=3, loss=5.5, tokens_per_s=900, sent_bytes=8, seconds=2)
-    >>> plain_line("ddp()", now)
-    'ddp() step=1/3 loss=5.500 validation=- kept=- tokens/s=900 talking=0% sent=8 B MB/s=0.00 left=4s'
+    >>> plain_line(TrainingRun(ddp(), goal=Goal(steps=3)), Report(worker=0, step=1, loss=5.5, seconds=2, tokens=1800))
+    'ddp() step=1/3 loss=5.500 validation=- kept=- tokens/s=900 communication=0% sent=0 B MB/s=0.00 left=4s'
     """
-    longer = {"talk": "talking", "valid": "validation", "tok/s": "tokens/s", "behind": "residual", "agree": "agreement"}
-    guarded = progress.residual is not None
-    names = (longer.get(heading, heading) for heading in HEADINGS + HEALTH * guarded)
-    numbers = cells(progress, kept, guarded)
-    return " ".join([label, *(f"{name}={cell}" for name, cell in zip(names, numbers, strict=True))])
+    guarded = report.residual is not None
+    names = (LONGER.get(heading, heading) for heading in HEADINGS + HEALTH * guarded)
+    numbers = cells(run.goal, report, kept, guarded)
+    return " ".join([run.label, *(f"{name}={cell}" for name, cell in zip(names, numbers, strict=True))])
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

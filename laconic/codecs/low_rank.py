@@ -84,13 +84,16 @@ class LowRank:
         return Averaged(_products(mean, tensors), lambda: _products(own(), tensors), lambda: ok, decided=True)
 
     def _two_rounds(self, matrices: dict[str, Tensor], factors: Factors, peers: Peers) -> _Rounds:
+        # 1. P = M Q, with last call's Q, and its mean
         before = {name: self.first_q(name, m.shape, factors, m) for name, m in matrices.items()}
         q = orthonormal_all(before)
         own_p = {name: aligned(m) @ q[name] for name, m in matrices.items()}  # [rows, rank]
         p = orthonormal_all((yield from self.reduce(own_p, factors, peers)).mean)
+        # 2. Q = Mᵀ P, with the mean P, whose columns are orthonormal: P Qᵀ is then the projection of M
         own_q = {name: m.T @ p[name] for name, m in matrices.items()}  # [columns, rank]
         reduced = yield from self.reduce(own_q, factors, peers)
         q = reduced.mean
+        # 3. both are kept for the next call, if the whole step is finite
         ok = yield Decide(all_finite(q))
         if self.warm_start:
             factors.q.update(_usable(q, before, ok))
@@ -102,12 +105,14 @@ class LowRank:
         """Send P = M Q on even turns and Q = Mᵀ P on odd turns; all workers hold the other factor already."""
         even = {name: m for name, m in matrices.items() if not factors.sends_q(name)}
         odd = {name: m for name, m in matrices.items() if name not in even}
+        # 1. the factor that all hold is made orthonormal, and the other one computed and averaged
         q = orthonormal_all({name: self.first_q(name, m.shape, factors, m) for name, m in even.items()})
         p = orthonormal_all({name: factors.p[name] for name in odd})
         own_p = {name: aligned(m) @ q[name] for name, m in even.items()}  # [rows, rank]
         own_q = {name: m.T @ p[name] for name, m in odd.items()}  # [columns, rank]
         reduced = yield from self.reduce(own_p | own_q, factors, peers)
         mean = reduced.mean
+        # 2. what was averaged is kept, if the whole step is finite
         ok = yield Decide(all_finite(mean))
         mean_p = {name: mean[name] for name in even}
         mean_q = {name: mean[name] for name in odd}

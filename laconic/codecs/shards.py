@@ -53,24 +53,28 @@ def reduce_in_shards(
     worker, workers = peers.rank, peers.size
     if workers == 1 or not tensors:  # nothing is sent, nothing is lost
         return Reduced(dict(tensors), lambda: dict(tensors))
+    # 1. All rows are encoded, and each goes to the worker that owns it.
     shards = known_shards(tensors, codec.row, workers, state)
     mine = shards.order[shards.starts[worker] : shards.starts[worker + 1]]
-    rows = shards.rows(tensors)
-    sent = codec.encode(rows, shards.counts, shards.keys(turn, worker))
+    rows = shards.rows(tensors)  # [n, row]
+    sent = codec.encode(rows, shards.counts, shards.keys(turn, worker))  # [n, bytes]
     parts = codec.decode((yield AllToAll(sent[shards.order], shards.sizes)), rows.dtype)  # [workers, mine, row]
-    exact = parts[worker] = rows[mine]
+    # 2. The owner averages its rows. Its own share it has exactly: it need not use its own message.
+    exact = parts[worker] = rows[mine]  # [mine, row]
     mean_of_mine = parts.div_(workers).sum(0)
     counts = None if shards.counts is None else shards.counts[mine]
     if counts is not None:  # with 2 bits and 1 bit, no code stands for zero: padding is not decoded as zeros
         mean_of_mine[torch.arange(codec.row, device=rows.device) >= counts[:, None]] = 0
+    # 3. The means are encoded, too, and go to all workers. Shards differ in size, so they are padded to the largest.
     keys = shards.keys(turn, workers)
     second = codec.encode(mean_of_mine, counts, None if keys is None else keys[mine])
     padded = torch.nn.functional.pad(second, (0, 0, 0, shards.most - len(second)))
     gathered = yield Gather(padded)  # [workers, most, bytes]
-    means = codec.decode(gathered.flatten(0, 1)[shards.places], rows.dtype)
+    means = codec.decode(gathered.flatten(0, 1)[shards.places], rows.dtype)  # [n, row]
 
     def own() -> dict[str, Tensor]:
         amount = codec.decode(sent, rows.dtype)
+        # What the second encoding loses counts as lost by the owner alone: times `workers`, as own parts are averaged.
         amount[mine] = exact + workers * (means[mine] - mean_of_mine)
         return shards.tensors(amount, tensors)
 

@@ -16,15 +16,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from laconic.comm.in_process import InProcessGroup, InProcessQueue
 from laconic.comm.queue import CollectiveQueue
 from laconic.comm.timeout import check_timeout_s
+from laconic.exchange import Level, level_name
 from laconic.ledger import Ledger
-from laconic.plans.schedules import Level, level_name
-from laconic.torch_private.distributed import destroy_group, new_group
+from laconic.torch_private.distributed import LocalGroup, destroy_group, flat_group, new_group
 from laconic.values import is_number
 
 Given: TypeAlias = DeviceMesh | Sequence[dist.ProcessGroup]
+
+
+class GroupWithQueue(LocalGroup):
+    """A process group that brings a queue of its own, as the simulator's does."""
+
+    def queue(self, ledger: Ledger, level: str) -> CollectiveQueue:
+        """Return the queue of this worker in this group."""
+        raise NotImplementedError
+
+    def part(self, size: int) -> dist.ProcessGroup:
+        """Return the group of `size` consecutive workers that this one is in."""
+        raise NotImplementedError
 
 
 class Levels:
@@ -52,8 +63,8 @@ class Levels:
         self._queues: dict[Level, CollectiveQueue] = {None: self.world, self.world.workers: self.world}
 
     def _queue(self, group: dist.ProcessGroup | None, name: str) -> CollectiveQueue:
-        if isinstance(group, InProcessGroup):
-            return InProcessQueue(group, self._ledger, name)
+        if isinstance(group, GroupWithQueue):
+            return group.queue(self._ledger, name)
         return CollectiveQueue(group, self._ledger, name, timeout_s=self._timeout_s, device=self._device)
 
     @property
@@ -155,7 +166,7 @@ class Levels:
     def _group(self, size: int) -> dist.ProcessGroup | None:
         if self._whole is None or size == 1:
             return None
-        if isinstance(self._whole, InProcessGroup):
+        if isinstance(self._whole, GroupWithQueue):
             return self._whole.part(size)
         if self._given:
             return self._given[size]
@@ -226,7 +237,7 @@ def _mesh_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
         )
     groups = [mesh[names[-1]].get_group()]
     for first in range(mesh.ndim - 2, 0, -1):
-        groups.append(mesh[names[first:]]._flatten().get_group())
+        groups.append(flat_group(mesh[names[first:]]))
     everyone = mesh.size() == dist.get_world_size() and dist.group.WORLD is not None
-    groups.append(dist.group.WORLD if everyone else mesh._flatten().get_group())  # type: ignore[arg-type]
+    groups.append(dist.group.WORLD if everyone else flat_group(mesh))  # type: ignore[arg-type]
     return groups

@@ -22,22 +22,135 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
 from laconic.comm.collectives import Group, launch
-from laconic.comm.running import Batch, OwnStream, Running, decide, new_future, resolved, wait_for
-from laconic.comm.thread import EndThread, Flush, Items, end_thread, leave_thread
 from laconic.comm.timeout import CollectiveTimeout
-from laconic.exchange import Averaged, Decide, Done, Exchange, Peers, T, advance, gather
+from laconic.exchange import (
+    Averaged,
+    Decide,
+    Done,
+    Exchange,
+    First,
+    Peers,
+    Request,
+    T,
+    advance,
+    all_true,
+    gather,
+    operation,
+    own_bytes,
+    payload_bytes,
+)
 from laconic.ledger import Ledger
 from laconic.torch_private.distributed import destroy_group, ordered_by_stream, second_group
 
-__all__ = ["CollectiveQueue", "new_future", "resolved"]
+
+@dataclass(eq=False)
+class Batch:
+    """Exchanges that were submitted together: the futures get their values when the last of them has ended."""
+
+    values: list[Tensor]
+    futures: list[Future[Tensor]]
+    running: int
+    quiet: bool = False
+
+    def one_ended(self) -> None:
+        """Count an exchange that has ended."""
+        self.running -= 1
+        if self.running == 0:
+            for future, value in zip(self.futures, self.values, strict=True):
+                if not future.done():
+                    future.set_result(value)
+
+    def fail(self, error: BaseException) -> None:
+        """End all of them with an error."""
+        if self.quiet:
+            self.running = 1
+            self.one_ended()
+        for future in self.futures:
+            if not future.done():
+                # torch's Future accepts any exception, whatever its annotation says.
+                future.set_exception(error)  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
+class Running:
+    """An exchange, the request that is being served, and the collective in flight for it."""
+
+    exchange: Exchange[Any]
+    batch: Batch
+    phase: str
+    step: int
+    ended: bool = False
+    result: Any = None
+    round: int = 0
+    request: Request | None = None
+    collectives: Generator[Any, None, Tensor] | None = None
+    work: Any = None
+    launched_s: float = 0.0
+    held: Tensor | None = None
+    """What it has asked `Decide` with: it waits for the flush, and launches nothing more."""
+    answer: Tensor | None = None
+    """The answer to `Decide`, to be sent next."""
+
+    def record(self, ledger: Ledger, peers: Peers, level: str) -> None:
+        """Write the collective that has ended to the ledger."""
+        assert self.request is not None
+        distance = (peers.rank - self.request.worker) % peers.size if isinstance(self.request, First) else 0
+        ledger.record(
+            operation(self.request),
+            payload_bytes(self.request),
+            peers.size,
+            phase=self.phase,
+            level=level,
+            round_=self.round,
+            step=self.step,
+            seconds=time.perf_counter() - self.launched_s,
+            distance=distance,
+            own=own_bytes(self.request, peers.rank),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Pending(Generic[T]):
+    """An exchange that was started, and whose result is waited for later."""
+
+    running: Running
+    future: Future[Tensor]
+
+    def wait(self) -> T:
+        """Return its result. The queue must have been flushed."""
+        self.future.wait()
+        result: T = self.running.result
+        return result
+
+
+@dataclass(frozen=True)
+class Flush:
+    """Queued after the last exchange of a batch: run all of them to their end; if `void`, none keeps its state.
+
+    `since_s` is when the caller began to wait for it; None if it goes on meanwhile.
+    """
+
+    void: bool
+    since_s: float | None
+
+
+@dataclass(frozen=True)
+class EndThread:
+    """Ends the thread."""
+
+
+Items: TypeAlias = "queue.SimpleQueue[Running | Flush | EndThread]"
+"""What the thread of a queue is given, in order."""
 
 
 class CollectiveQueue:
@@ -131,13 +244,17 @@ class CollectiveQueue:
         with torch.no_grad(), self._own_stream.of(self._active):
             self._finish(void)
 
+    def start(self, exchange: Exchange[T], phase: str) -> Pending[T]:
+        """Queue an exchange whose result is waited for later, after a flush."""
+        future = new_future(torch.empty(0))
+        (running,) = self.submit_all([exchange], phase, [torch.empty(0)], [future])
+        return Pending(running, future)
+
     def run(self, exchange: Exchange[T], phase: str) -> T:
         """Run one exchange to its end, wait for it, and return its result."""
-        nothing, future = torch.empty(0), new_future(torch.empty(0))
-        (running,) = self.submit_all([exchange], phase, [nothing], [future])
-        self._flush_and_wait(future)
-        result: T = running.result
-        return result
+        started = self.start(exchange, phase)
+        self._flush_and_wait(started.future)
+        return started.wait()
 
     def run_all(self, exchanges: Iterable[Exchange[Any]], phase: str) -> None:
         """Run exchanges together, and wait for all of them. What they return is dropped, each when it ends."""
@@ -210,13 +327,13 @@ class CollectiveQueue:
                 self.ledger.add_wait(item.since_s)
         elif self.broken is not None:
             item.batch.fail(self.broken)
-        else:
+        else:  # the rule of order: the new exchange first, then each older one, oldest first
             older, self._active = self._active, [*self._active, item]
             self._advance_all([item, *older])
 
     def _finish(self, void: bool) -> None:
         """Run all exchanges to their end; those that ask `Decide` get one answer, when all have asked or ended."""
-        while self._active:
+        while self._active:  # until all have ended; one that asks `Decide` is passed over until all others have, too
             try:
                 if all(running.held is not None for running in self._active):
                     decide(self._active, self._ended, void)
@@ -250,22 +367,25 @@ class CollectiveQueue:
 
     def _launch_next(self, running: Running) -> None:
         while True:
-            result, running.answer = running.answer, None
+            # 1. The next collective of the request that is being served (a wide mean has two), or its result.
+            answer, running.answer = running.answer, None
             if running.collectives is not None:
                 try:
                     running.work = next(running.collectives)
                     return
                 except StopIteration as stop:
-                    result = stop.value
-                if running.work is not None:
+                    answer = stop.value
+                if running.work is not None:  # a single worker sends nothing
                     running.record(self.ledger, self.peers, self.level)
-            request = advance(running.exchange, result)
+            # 2. The exchange computes until its next request, its end, or `Decide`, which waits for the flush.
+            request = advance(running.exchange, answer)
             if isinstance(request, Done):
                 self._end(running, request.result)
                 return
             if isinstance(request, Decide):
                 running.held, running.work, running.collectives = request.ok, None, None
                 return
+            # 3. The collectives of a new request: the loop launches the first.
             running.request = request
             running.round += 1
             running.launched_s = time.perf_counter()
@@ -300,3 +420,68 @@ def _serve(collectives: weakref.ref[CollectiveQueue], items: Items) -> None:
                 return
             serving._serve_item(item)
             del serving, item
+
+
+def end_thread(items: Items, thread: threading.Thread, timeout_s: float = 10) -> bool:
+    """End the thread of a queue after what is queued; return whether it has ended."""
+    items.put(EndThread())
+    if thread is not threading.current_thread():
+        thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+def leave_thread(items: Items, thread: threading.Thread, timeout: CollectiveTimeout | None) -> None:
+    """End the thread of a queue that nobody has closed, soon also if it waits for another worker."""
+    if not end_thread(items, thread, timeout_s=1) and timeout is not None:
+        timeout.cancel()
+        thread.join(10)
+
+
+def decide(held: Sequence[Running], ended: Iterable[Callable[[], Tensor]], void: bool) -> None:
+    """Give all exchanges that have asked `Decide` one answer: whether they and those that have `ended` are finite."""
+    asked = [running.held for running in held if running.held is not None]
+    answer = torch.zeros_like(asked[0]) if void else all_true([*asked, *(finite() for finite in ended)])
+    for running in held:
+        running.answer, running.held = answer, None
+
+
+class OwnStream:
+    """A CUDA stream for the exchanges of a queue, so that backward goes on meanwhile; futures carry its events."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def of(self, exchanges: Iterable[Running]) -> Iterator[None]:
+        """Work on it for exchanges of CUDA tensors; for all others, do nothing."""
+        values = (value for running in exchanges for value in running.batch.values)
+        device = next((value.device for value in values if value.is_cuda), None)
+        if device is None:
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def new_future(value: Tensor) -> Future[Tensor]:
+    """Make a future that can hold `value`, and on CUDA its events."""
+    return Future(devices=[value.device]) if value.is_cuda else Future()
+
+
+def resolved(value: Tensor) -> Future[Tensor]:
+    """Make a future that has its value already."""
+    future = new_future(value)
+    future.set_result(value)
+    return future
+
+
+def wait_for(future: Future[Tensor]) -> None:
+    """Wait for a future, and raise its error. A signal can interrupt it: torch itself waits in C++, where none can."""
+    if not future.done():
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        done.wait()
+    future.wait()

@@ -27,10 +27,9 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from laconic.errors import LostWorkerError, names
-from laconic.torch_private.distributed import default_store
+from laconic.torch_private.distributed import group_store
 from laconic.values import is_number
 
 SLICE = timedelta(milliseconds=250)
@@ -74,7 +73,7 @@ class CollectiveTimeout:
         self._me, self._workers = group.rank(), group.size()
         self._limit_s = limit_s
         self._measured: deque[float] = deque(maxlen=100)
-        self._store = PrefixStore(f"laconic/{group.group_name}", default_store())
+        self._store = group_store(group)
         self._call: Future[Any] | None = None
         self._cancelled = False
 
@@ -120,6 +119,7 @@ class CollectiveTimeout:
         start = since = time.monotonic()
         away_since: float | None = None
         while True:
+            # 1. one slice of waiting for the collective itself
             try:
                 if ended(work):
                     if since == start:  # else it took so long because a worker was away
@@ -130,8 +130,10 @@ class CollectiveTimeout:
                 raise self._lost(what, f"the connection broke ({_first_line(error)})") from error
             if self._cancelled:
                 raise LostWorkerError(f"{what} was abandoned.", [])
+            # 2. has another worker set the alarm?
             if (alarm := self._alarm()) is not None:
                 raise self._lost(what, alarm)
+            # 3. after the limit: wait on for a worker that is away on purpose, and once more as long when it is back
             now = time.monotonic()
             if now - since <= self.limit_s:
                 continue
@@ -142,6 +144,7 @@ class CollectiveTimeout:
             if not away and now > away_since:  # it is back, and has as long as any other worker
                 since, away_since = now, None
                 continue
+            # 4. give up, and let the others know
             self._set_alarm(what)
             raise self._lost(what, f"no result for {now - start:.1f} s, and the limit is {self.limit_s:.1f} s")
 

@@ -215,7 +215,11 @@ class _Generation:
     last: bool
 
     def rank(self, own: Path) -> tuple[object, ...]:
-        """A sort key. Snapshots that two processes ended with differ by one commit at most: then the own ones win."""
+        """Return a sort key: the snapshots to continue from have the highest.
+
+        A newer generation comes first, then what a process saved when it ended in order, then the newer step. Two
+        processes that ended in order differ by one commit at most, so of theirs a worker takes its own.
+        """
         mine = self.path.parent == own
         return self.number, self.last, self.last and mine, self.steps[-1:], mine
 

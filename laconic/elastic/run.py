@@ -120,7 +120,7 @@ def is_loss(session: Session, error: BaseException) -> bool:
 
 
 class Run:
-    """A worker's part in a run whose workers may come and go.
+    """One worker of a run whose workers may come and go.
 
     `also` are other objects whose state belongs to a step, such as a learning rate scheduler. Every `every`-th
     synchronisation of all workers is committed. With a `folder`, every worker saves its state there when it ends or

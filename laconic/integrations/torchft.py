@@ -76,7 +76,7 @@ class Group(torchft.ProcessGroupGloo):  # type: ignore[misc]
 
 
 class Run:
-    """A replica's part in a run under torchft. Make the manager with a `Group`, and `use_async_quorum=False`.
+    """One replica of a run under torchft. Make the manager with a `Group`, and `use_async_quorum=False`.
 
     `also` are other objects whose state belongs to a step. `on_commit` is called once with each commit.
     """

@@ -183,9 +183,11 @@ def frugal(bytes: str = "60x", start: int = 1, delay: int = 0) -> Plan:
     True
     """
     times = _times(bytes)
+    # 1. Gradients. Of 32 / bits, 6.5 % go to the scale and the zero point of each block.
     for bits in (8, 4):
         if times <= 0.935 * 32 / bits and not delay:
             return quantized_ddp(bits, start=start)
+    # 2. Weight deltas: 32 / bits times fewer bytes a round, less 6 % or 1 % for the blocks, and a round each `period`.
     bits = 2 if times <= 120 else 1
     codec = ErrorFeedback(Quantized(2) if bits == 2 else Quantized(1, block=4096))
     period = math.ceil(times / (0.94 if bits == 2 else 0.99) * bits / 32)

@@ -68,7 +68,7 @@ class Nesterov:
         for name, d in delta.items():
             a = anchor[name]
             d = d.to(a.dtype)
-            if self.momentum:
+            if self.momentum:  # without it, no state is kept
                 velocity: dict[str, Tensor] = state.setdefault("velocity", {})
                 if name not in velocity:
                     velocity[name] = torch.zeros_like(a)
@@ -97,7 +97,7 @@ class Optim:
                 f"Optim(options={self.options!r}): options are the optimizer's keywords, such as {{'lr': 0.1}}."
             )
         object.__setattr__(self, "options", dict(self.options))
-        made = self._make([torch.zeros(1, requires_grad=True)])
+        made = self._make([torch.zeros(1, requires_grad=True)])  # what it refuses, it refuses here
         takes = signature(made.step).parameters.values()
         needed = [each.name for each in takes if each.default is each.empty and each.kind not in _REST]
         if needed:
@@ -114,16 +114,19 @@ class Optim:
     def step(self, anchor: dict[str, Tensor], delta: Tensors, state: State) -> None:
         """Step the optimizer on the anchors, with the mean deltas as their gradients."""
         names, known = list(delta), state.setdefault("optim", {})
+        # 1. An optimizer of these anchors alone, with the state that earlier rounds kept for them.
         optimizer = self._make([anchor[name] for name in names])
         for name in names:
             anchor[name].grad = delta[name].to(anchor[name].dtype)
             if name in known:
                 optimizer.state[anchor[name]] = dict(known[name])
+        # 2. Its step. The anchors keep no gradients.
         try:
             optimizer.step()
         finally:
             for name in names:
                 anchor[name].grad = None
+        # 3. State is kept by name: fragments step one by one, and anchors may be new tensors in the next round.
         for name in names:
             known[name] = dict(optimizer.state[anchor[name]])
 

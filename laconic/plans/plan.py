@@ -13,11 +13,11 @@ from functools import cached_property, partial
 from typing import Literal, TypeAlias, get_args
 
 from laconic.codecs import Codec, Exact
+from laconic.exchange import Level
 from laconic.plans.outer import Nesterov, Outer
 from laconic.plans.schedules import (
     GRADIENTS,
     Every,
-    Level,
     Nested,
     Never,
     Payload,

@@ -14,6 +14,7 @@ from itertools import pairwise
 from math import inf
 from typing import ClassVar, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
+from laconic.exchange import Level
 from laconic.values import as_code, is_number, is_whole
 
 
@@ -22,19 +23,6 @@ class Payload(StrEnum):
 
     GRADIENT = "gradient"
     WEIGHTS = "weights"
-
-
-Level: TypeAlias = int | Literal["machine"] | None
-"""Among whom: groups of so many workers, the workers of one machine, or all (None)."""
-
-
-def level_name(level: Level) -> str:
-    """Return how the ledger names a level.
-
-    >>> level_name(None), level_name(2)
-    ('world', 'groups of 2')
-    """
-    return "world" if level is None else f"groups of {level}" if isinstance(level, int) else level
 
 
 @dataclass(frozen=True)
@@ -189,7 +177,7 @@ class Nested:
         if step < self.start:
             return GRADIENTS
         done = step - self.start + 1
-        for period, size in reversed(list(self.groups.items())):
+        for period, size in reversed(list(self.groups.items())):  # the longest period first
             if done % period == 0:
                 return (Sync(Payload.WEIGHTS, level=size),)
         return NO_SYNC
@@ -235,7 +223,7 @@ class Quadratic:
 
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
         """Return what is averaged at `step`; the period depends on `clock`."""
-        if step < self.start or clock is None:
+        if step < self.start or clock is None:  # without a clock, such as to count bytes: the shortest period
             return _weights_every(self.floor, self.start, step)
         return WEIGHTS if step - max(clock.since, self.start - 1) >= self.period_at(clock.lr) else NO_SYNC
 
@@ -286,7 +274,7 @@ class Streaming:
         """Return the fragment that is sent at `step`, if any."""
         if step < self.start:
             return GRADIENTS
-        place = (step - self.start + 1) % self.period
+        place = (step - self.start + 1) % self.period  # fragment f is sent at place f * period // fragments
         fragment = -(-place * self.fragments // self.period)  # the first fragment at this step or later
         due = fragment < self.fragments and fragment * self.period // self.fragments == place
         return (Sync(Payload.WEIGHTS, part=fragment),) if due else NO_SYNC

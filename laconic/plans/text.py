@@ -30,7 +30,7 @@ from laconic.plans.outer import Nesterov, Optim
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming
 from laconic.plans.topology import Groups, World
-from laconic.values import call, is_whole
+from laconic.values import call
 
 _METHODS: dict[str, Callable[..., Plan]] = {
     method.__name__: method
@@ -58,7 +58,7 @@ def call_of(plan: Plan) -> str | None:
     'post_local_sgd(period=16)'
     """
     known = _arguments(plan)
-    for name, method in _METHODS.items():
+    for name, method in _METHODS.items():  # a method made the plan if it makes an equal one of these arguments
         parameters = signature(method).parameters.values()
         if all(p.name in known for p in parameters):
             given = {p.name: known[p.name] for p in parameters}
@@ -82,8 +82,8 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         if is_dataclass(value):
             found |= {f.name: getattr(value, f.name) for f in fields(value)}
     found["feedback"] = any(isinstance(codec, ErrorFeedback) for codec in codecs)
-    bits, period = found.get("bits", 1), found.get("period", 1)
-    if is_whole(bits) and is_whole(period):
+    bits, period = found.get("bits"), found.get("period")
+    if bits in (1, 2) and isinstance(period, int):
         found["bytes"] = f"{(32 // bits - 1) * period}x"  # of the values that mean this plan, a round one
     return found | {
         "codec": plan.codec,
@@ -188,11 +188,11 @@ def _build_call(node: ast.Call, text: str, names: Mapping[str, Callable[..., Any
             raise PlanError(f"{text!r}: {keyword.arg} is given twice. Write each argument once.")
         keywords[keyword.arg] = _build(keyword.value, text, names)
     arguments = [_build(argument, text, names) for argument in node.args]
-    try:
+    try:  # wrong names and numbers of arguments
         bound = signature(function).bind(*arguments, **keywords)
     except TypeError as error:
         raise PlanError(f"{text!r}: {name}: {error}. It is {name}({_parameters(function)}).") from None
-    try:
+    try:  # wrong values
         return function(*bound.args, **bound.kwargs)
     except PlanError:
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from laconic.plans.schedules import Level
+from laconic.exchange import Level
 from laconic.values import as_code, is_whole
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laconic.checks.agreement import agree, difference, parameter_facts
-from laconic.checks.divergence import DivergenceCheck
+from laconic.checks.digests import DivergenceCheck
 from laconic.checks.finite import NonFinite, NonFiniteCheck
 from laconic.comm.groups import Given, Levels, whole_of
 from laconic.comm.queue import CollectiveQueue
@@ -35,7 +35,7 @@ from laconic.session.fsdp import ShardedPath, check_sharded, replicas_of
 from laconic.session.gradients import GradientAverager, GradientPath
 from laconic.session.live_model import LiveModel
 from laconic.session.module import ModulePath
-from laconic.session.observers import StepObserver, observers_from_env
+from laconic.session.observers import StepObserver, check_observers, observers_from_env
 from laconic.session.scaling import Clipping, ScaledSteps
 from laconic.session.session import Session
 from laconic.session.stop import StepHeaders, Stop
@@ -116,7 +116,7 @@ def attach(
     model = model_inside(model)
     clipping = Clipping(clip_norm)
     check_wrapping(model)
-    watching = [*observers, *observers_from_env()]
+    watching = [*check_observers(observers), *observers_from_env()]
     if isinstance(own := plan.observer(), StepObserver):
         watching.append(own)
     units = find_units(model)

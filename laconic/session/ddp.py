@@ -22,16 +22,16 @@ from laconic.checks.agreement import Facts
 from laconic.checks.headers import Headers, PendingHeaders
 from laconic.codecs import Codec
 from laconic.codecs.feedback import has_residuals, return_to_residual
-from laconic.comm.queue import CollectiveQueue
-from laconic.comm.running import new_future, resolved
-from laconic.exchange import Averaged, Exchange, all_finite
+from laconic.comm.queue import CollectiveQueue, new_future, resolved
+from laconic.exchange import Averaged, Exchange, Level, all_finite
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Level, Sync
+from laconic.plans.schedules import Sync
 from laconic.session.gradients import GradientAverager, sparse_tables
-from laconic.session.live_model import LiveModel, clean, local_of
+from laconic.session.live_model import LiveModel, local_of
 from laconic.session.scaling import ScaledSteps
 from laconic.session.stop import StepHeaders
 from laconic.torch_private.autograd import at_end_of_backward
+from laconic.torch_private.compiled import clean
 from laconic.torch_private.distributed import is_joining
 
 if TYPE_CHECKING:
@@ -160,11 +160,13 @@ class DDPPath:
             return resolved(bucket.buffer())
         if bucket.buffer().is_sparse:
             raise RuntimeError(SPARSE.format("a parameter"))
+        # Headers go first, in the same queue, and are read before the optimizer's step.
         if self._headers is None and self._step_headers.stop_due:
             self._headers = PendingHeaders(self._averager.levels.world, self._step_headers.stop_header())
         queue = self._queues.get(self._sync.level) or self._queue(self._sync.level)
         tensors = self._views.tensors(bucket)
         if self._finds_unused:
+            # DDP drops means of parameters that no worker used: they go back to the residuals.
             self._record_bitmap(len(tensors), bucket.is_last())
             self._sent |= tensors
             if bucket.is_last() and self._sent:
@@ -313,6 +315,7 @@ class BucketQueue:
         """Average one bucket; the future's value is `flat` with the means in it."""
         bucket = _Bucket(tensors, flat, new_future(flat) if flat.is_cuda else Future())
         self._waiting.append(bucket)
+        # One exchange a bucket on the CPU; on CUDA several together, as launches cost more than bytes.
         enough = not flat.is_cuda or sum(b.flat.nbytes for b in self._waiting) >= TOGETHER_BYTES
         if last or (self._repeat is None and enough):
             self._submit(average)

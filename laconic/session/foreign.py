@@ -24,23 +24,25 @@ from torch.utils.hooks import RemovableHandle
 from laconic.comm.groups import Levels
 from laconic.plans.plan import Plan
 from laconic.session.live_model import LiveModel
+from laconic.torch_private.compiled import inside_compiled
 from laconic.torch_private.modules import ddp_models_of
 from laconic.torch_private.optimizers import running_steps, runs_hooks
 
 if TYPE_CHECKING:
     from laconic.session.session import Session
 
-_INSIDE = {"OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module"}
-"""Wrappers of models: the class, and where it keeps the model."""
 _MOVES_WEIGHTS = ("ScheduleFreeWrapper", "ScheduleFreeWrapperReference")
 """Wrappers that change weights after the step of the optimizer inside."""
 
 
 def model_inside(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers of torch.compile and Fabric."""
-    while (place := _INSIDE.get(type(model).__name__)) is not None:
-        model = getattr(model, place)
-    return model
+    while True:
+        fabric = type(model).__name__ == "_FabricModule"
+        inside = model._forward_module if fabric else inside_compiled(model)
+        if not isinstance(inside, nn.Module):
+            return model
+        model = inside
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:

@@ -115,6 +115,7 @@ class ShardedPath:
 
     def _take(self, unit: Unit, flat: Tensor) -> None:
         """FSDP's hook: what is in `flat` when it returns, or when backward ends, is the gradient."""
+        # 1. whether this backward is averaged at all
         if flat.is_cuda:  # FSDP may free it while this stream still reads it
             flat.record_stream(torch.cuda.current_stream(flat.device))
         if unit.missing_factor != 1:
@@ -129,12 +130,14 @@ class ShardedPath:
         if self._pending and self._pending[-1].backward != backward_id():  # one that failed: its gradients are lost
             self._pending.clear()
             self._queue.flush(void=True, waits=False)
+        # 2. this worker's shards by name: views of the flat buffer
         pieces = unit.cut(flat, [self._live.params[name].shape for name in names if name])
         if pieces is None:
             self._average_whole(unit, names, flat)
             return
         self._add_kept_local(params, names, pieces)
         tensors = dict(zip(names, pieces, strict=True))
+        # 3. exchange: waited for at the end of backward where FSDP makes the buffer the gradient, else here
         in_place = unit.becomes_gradient(flat)
         future = self._average(tensors, self._live.state["gradient"], self._codec, flat, wait=not in_place)
         if in_place:

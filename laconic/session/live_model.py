@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.checks.agreement import Facts, parameter_facts
-from laconic.checks.divergence import differences
+from laconic.checks.digests import differences
 from laconic.codecs import Exact
 from laconic.comm.averaging import average_in_place, write
 from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Exchange, First, Mean, Peers, State, all_finite
 from laconic.packing import bucketed, pack, unpack
 from laconic.plans.schedules import Payload
+from laconic.torch_private.compiled import clean
 from laconic.torch_private.modules import tensors_of
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ class LiveModel:
 
     def common_moments(self, queue: CollectiveQueue, moments: Moments, reset_others: bool = False) -> dict[str, Tensor]:
         """Return the moments of parameters that have them on every worker; perhaps drop the state of the others."""
-        here = torch.tensor([float(bool(moments[name])) for name in moments])
+        here = torch.tensor([float(bool(moments[name])) for name in moments])  # [parameters]: 1 where there are any
         if queue.workers > 1 and len(moments):
             here = queue.run(_mean(here.to(queue.device)), "control")
         everywhere = [name for name, share in zip(moments, here.tolist(), strict=True) if share == 1]
@@ -173,7 +174,7 @@ class LiveModel:
         states = [optimizer.state.get(p, {}) for p in params for optimizer in self.optimizers]
         counters = [t for state in states for t in state.values() if isinstance(t, Tensor) and t.dim() == 0]
         if counters:
-            rows = queue.gather(torch.tensor([float(t) for t in counters], dtype=torch.float64))
+            rows = queue.gather(torch.tensor([float(t) for t in counters], dtype=torch.float64))  # [workers, counters]
             for t, value in zip(counters, rows.amax(0).tolist(), strict=True):
                 t.fill_(value)
 
@@ -269,7 +270,7 @@ class LiveModel:
 
         def exchange(index: int) -> Exchange[None]:
             message = flats[index].view(torch.uint8).to(queue.device)
-            if index == 0:
+            if index == 0:  # the flag is the last byte of the first message
                 message = torch.cat([message, finite.view(torch.uint8)])
             got = yield First(message, worker)
             if index == 0:
@@ -368,15 +369,6 @@ def _by_name(named: Iterable[tuple[str, _Named]]) -> dict[str, _Named]:
     given = dict(named)
     cleaned = {clean(name): t for name, t in given.items()}
     return cleaned if len(cleaned) == len(given) else given
-
-
-def clean(name: str) -> str:
-    """Remove what torch.compile puts into a parameter's name.
-
-    >>> clean("_orig_mod.layers.0._orig_mod.weight")
-    'layers.0.weight'
-    """
-    return name.replace("_orig_mod.", "")
 
 
 def copied(tree: Any, devices: Mapping[str, torch.device] = MappingProxyType({})) -> Any:

@@ -127,8 +127,8 @@ class Reported(StepObserver):
         return [Sample(METRICS[name], float(value)) for name, value in self._last.items()]
 
 
-def samples(session: Session, losses: bool = True) -> Iterator[Sample]:
-    """Yield the session's metrics, with or without losses. Waits for a GPU if there are residuals or losses on it."""
+def samples(session: Session) -> Iterator[Sample]:
+    """Yield the session's metrics. Waits for a GPU if there are residuals or losses on it."""
     yield Sample(METRICS["step"], session.step)
     yield Sample(METRICS["workers"], session.workers)
     for (op, level, phase), total in session.ledger.all_totals().items():
@@ -146,5 +146,4 @@ def samples(session: Session, losses: bool = True) -> Iterator[Sample]:
     for name, value in health.items():
         if name != "step":
             yield Sample(METRICS[f"health_{name}"], value)
-    if losses:
-        yield from session._reported.samples()
+    yield from session._reported.samples()

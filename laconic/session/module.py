@@ -80,12 +80,15 @@ class ModulePath:
     def _average(self, sync: Sync, optimizers: Sequence[ScaledSteps]) -> Headers:
         queue, live = self._averager.levels[sync.level], self._averager.live
         live.refresh()
+        # 1. headers: which parameters have a gradient on some worker
         params = live.originals
         held = {id(p) for each in optimizers for p in each.parameters()}
         here = sum(1 << i for i, p in enumerate(params.values()) if p.grad is not None and id(p) in held)
         headers = exchange_headers(queue, self._header(here, optimizers))
         live.sync_new(queue, among_all=queue is self._averager.levels.world)
-        used = {  # the same on every worker. The others keep None, so that no optimizer moves them, and their residuals
+        # 2. gradients, the same ones on every worker. The others keep None: no optimizer moves these parameters, and
+        # their residuals stay.
+        used = {
             name: p for i, (name, p) in enumerate(params.items()) if id(p) in held and headers.with_gradient >> i & 1
         }
         sparse = self._sparse(used.values())
@@ -96,6 +99,7 @@ class ModulePath:
             elif p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
             grads[name] = local_of(p.grad)
+        # 3. exchange, in place
         buckets = [{name: grads[name] for name in names} for names in in_buckets({n: live.params[n] for n in used})]
         queue.run_all([self._averager.average(bucket) for bucket in buckets], Payload.GRADIENT)
         for each in sparse:  # sparse again, for optimizers such as SparseAdam

@@ -44,6 +44,17 @@ class StepObserver:
         """Run at the end of `detach`."""
 
 
+def check_observers(observers: object) -> list[StepObserver]:
+    """Refuse what is no list of observers."""
+    given = observers if isinstance(observers, list | tuple) else []
+    found = [each for each in given if isinstance(each, StepObserver)]
+    if given is not observers or len(found) < len(given):
+        raise TypeError(
+            f'attach(observers={observers!r}): give a list of laconic.StepObserver, such as [laconic.Guard("warn")].'
+        )
+    return found
+
+
 def observers_from_env() -> list[StepObserver]:
     """Make the observers that LACONIC_OBSERVERS names, as "module:function" separated by commas."""
     made = [make(text.strip()) for text in os.environ.get(VARIABLE, "").split(",") if text.strip()]

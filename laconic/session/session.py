@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic.checks.agreement import agree
-from laconic.checks.divergence import DivergenceCheck
+from laconic.checks.digests import DivergenceCheck
 from laconic.checks.finite import NonFinite, check_policy
 from laconic.checks.headers import Headers
 from laconic.codecs import Codec
@@ -480,11 +480,10 @@ class Session:
 
     def _read_lr(self, first: bool) -> None:
         """Note the learning rate of the round: that of its first step, or a larger one where the period follows it."""
-        if not first and self.step <= self._clock.since:
-            return
         lr = float(self._scaled[0].optimizer.param_groups[0].get("lr", inf))
-        self._clock = SyncClock(self._clock.since, lr if first else max(lr, self._clock.lr))
-        self._syncs = self.plan.syncs_at(self.step + 1, self._clock)
+        if first or (self.step > self._clock.since and lr > self._clock.lr):
+            self._clock = SyncClock(self._clock.since, lr)
+            self._syncs = self.plan.syncs_at(self.step + 1, self._clock)
 
     def _received(self, headers: Headers | None) -> None:
         if headers is None:

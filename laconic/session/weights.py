@@ -136,7 +136,8 @@ class WeightSync:
         # 2. Headers: stop at a worker that is out of step, and find whose numbers are finite. Only what may be sent
         # is looked at: NaN in another fragment is in all of them after one more step.
         extra = {**buffers, **flat(moments)}
-        sent = {name: p for name, p in live.params.items() if name in names or name not in with_anchor}
+        elsewhere = with_anchor.difference(names)
+        sent = {name: p for name, p in live.params.items() if name not in elsewhere}
         sent |= extra | (live.buffers if leads else {})
         contributors = self._exchange_headers(queue, sent, extra, headers, anchored)
         among = names if all(contributors.finite) else live.params

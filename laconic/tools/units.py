@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([^\d\s]*)")
 
 
 @dataclass(frozen=True)
-class Unit:
+class Quantity:
     """What a number may end with, the smallest value, and what a mistake is answered with."""
 
     scales: dict[str, float]
@@ -26,15 +26,15 @@ class Unit:
     """0 for any number above 0."""
 
 
-DURATION = Unit(
+DURATION = Quantity(
     {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0},
     "a duration of more than 0, such as 250ms, 1.5s, 38min or 12h",
 )
-BYTES = Unit(
+BYTES = Quantity(
     {f"{text}{unit}": value for scale, value in _SCALES.items() for text in (scale, scale.upper()) for unit in "bB"},
     "an amount of more than 0, such as 500MB or 2TB",
 )
-RATE = Unit(
+RATE = Quantity(
     {
         f"{text}{unit}": value * bits
         for scale, value in _SCALES.items()
@@ -44,15 +44,15 @@ RATE = Unit(
     "a rate of at least 1kbit: a number and a unit, such as 100mbit, 1.5gbit or 6MB/s (bytes)",
     least=1000.0,
 )
-COUNT = Unit(
+COUNT = Quantity(
     {text: value for scale, value in {**_SCALES, "b": 1e9}.items() for text in (scale, scale.upper())},
     "a number of at least 1, such as 30846720, 350M or 1.5B",
     least=1.0,
 )
-FACTOR = Unit({"": 1.0, "x": 1.0}, "a number of at least 1 and an x, such as 1.5x", least=1.0)
+FACTOR = Quantity({"": 1.0, "x": 1.0}, "a number of at least 1 and an x, such as 1.5x", least=1.0)
 
 
-def parse(text: str, unit: Unit, option: str) -> float:
+def parse(text: str, unit: Quantity, option: str) -> float:
     """Read a number with a unit.
 
     >>> parse("250ms", DURATION, "--step"), parse("1.5GB", BYTES, "--budget"), parse("350M", COUNT, "--parameters")
@@ -70,7 +70,7 @@ def parse(text: str, unit: Unit, option: str) -> float:
     return found
 
 
-def counted(text: str, unit: Unit, option: str) -> tuple[int, float]:
+def counted(text: str, unit: Quantity, option: str) -> tuple[int, float]:
     """Read how many, an @, and a number with a unit.
 
     >>> counted("2 @ 1gbit", RATE, "--link"), counted("2@1.5x", FACTOR, "--stragglers")

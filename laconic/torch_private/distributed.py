@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from operator import attrgetter
@@ -11,15 +10,11 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them without types
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-
-from laconic.torch_private.addresses import AddressStore
-
-_address_stores: weakref.WeakKeyDictionary[ProcessGroup, AddressStore] = weakref.WeakKeyDictionary()
-"""Kept as long as the group: gloo holds only the C++ part of a store, and may connect to some workers later."""
 
 
 def ordered_by_stream(group: ProcessGroup, device: torch.device | None = None) -> bool:
@@ -37,26 +32,16 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str:
 
 
 def second_group(group: ProcessGroup) -> ProcessGroup:
-    """Make a second group of the same workers and backends; only they need to take part.
-
-    Of gloo groups, the first carries the addresses of the second. Other backends use the store in ways of their own.
-    """
-    backend = dist.get_backend(group)
-    addresses = AddressStore(group) if backend == "gloo" else None
-    made = new_group(dist.get_process_group_ranks(group), backend, _timeout_of(group), addresses)
-    if addresses is not None:
-        _address_stores[made] = addresses
-    return made
+    """Make a second group of the same workers and backends; only they need to take part."""
+    return new_group(dist.get_process_group_ranks(group), dist.get_backend(group), _timeout_of(group))
 
 
-def new_group(
-    ranks: Sequence[int], backend: str, timeout: timedelta | None = None, addresses: Store | None = None
-) -> ProcessGroup:
+def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None = None) -> ProcessGroup:
     """Make a group of these workers, of which only they need to take part, under a name that none has had before.
 
-    The name that torch gives such a group depends on how many groups there are. So it comes back when a group was
-    destroyed, and the store still has the addresses of the old one. `addresses` is the store in which the workers look
-    for each other; by default that of the default group.
+    `dist.new_group(ranks, use_local_synchronization=True)` names a group by its ranks and by how many groups this
+    process has. The name comes back when a group was destroyed, while the store still has the addresses of the old one,
+    and differs between workers that are in different numbers of groups: both hang (docs/log.md, 2026-11-18).
     """
     c10d, store, rank = dist.distributed_c10d, default_store(), dist.get_rank()
     members = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
@@ -67,7 +52,7 @@ def new_group(
         list(ranks).index(rank),
         list(ranks),
         kind,
-        addresses or store,
+        store,
         f"laconic-{members}-{count}",  # type: ignore[arg-type]  # a NewType of torch, which older versions lack
         timeout=timeout or c10d._get_default_timeout(kind),
     )
@@ -90,6 +75,16 @@ def default_store() -> Store:
     """Return the store through which the workers of the default group found each other."""
     store: Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+def group_store(group: ProcessGroup) -> Store:
+    """Return the part of the default store that belongs to one group."""
+    return PrefixStore(f"laconic/{group.group_name}", default_store())
+
+
+def flat_group(mesh: DeviceMesh) -> ProcessGroup:
+    """Return the group of all workers of a mesh of several dimensions."""
+    return mesh._flatten().get_group()
 
 
 def _default_device(group: ProcessGroup) -> torch.device:

@@ -5,6 +5,8 @@ A GradScaler looks for `_step_supports_amp_scaling`, and writes `found_inf` and 
 
 from __future__ import annotations
 
+from inspect import unwrap
+
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -55,6 +57,8 @@ def forget_scaling(optimizer: Optimizer) -> None:
 def may_nest(optimizer: Optimizer) -> bool:
     """Return whether a step of this optimizer may run inside another of it, where its class calls `super().step()`.
 
-    torch wraps `step` in every class of which an instance was made, and the step hooks fire in each wrapper.
+    torch wraps `step` in every class of which an instance was made, and the step hooks fire in each wrapper. A class
+    that inherits its step, such as AdamW from Adam, has a wrapper of its own around the same function.
     """
-    return sum("step" in vars(kind) for kind in type(optimizer).__mro__ if kind is not Optimizer) > 1
+    kinds = (kind for kind in type(optimizer).__mro__ if kind is not Optimizer and "step" in vars(kind))
+    return len({unwrap(vars(kind)["step"]) for kind in kinds}) > 1

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from laconic.plans.methods import ddp
 from laconic.tools.compare.running import launch
-from laconic.tools.compare.settings import Settings
+from laconic.tools.compare.runs import Goal, TrainingRun
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STEPS = 10
@@ -25,7 +26,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.slow
 def test_the_loop_is_the_training_of_the_lab(peers, tmp_path):
     (tmp_path / "lab").mkdir()
-    lab = launch(Settings(plan="ddp()", workers=2, steps=STEPS), tmp_path / "lab")
+    lab = launch(TrainingRun(ddp(), workers=2, goal=Goal(STEPS)), tmp_path / "lab")
     peers.launch(peers.Goal("torch DDP", 0, STEPS, seconds=60.0, until_loss=1.0), tmp_path, None, workers=2)
     points = peers.read_points(tmp_path)
     assert [(p.step, round(p.loss, 5)) for p in points] == [(p.step, p.loss) for p in lab.validations]

@@ -11,7 +11,7 @@ import pytest
 from laconic.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32"]
+TINY = ["--layers", "1", "--width", "32", "--context", "32"]
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,6 @@ class Ended:
 
 
 Run = Callable[..., Ended]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path_factory) -> None:
-    """Keep the cache of unfinished comparisons within the test."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture

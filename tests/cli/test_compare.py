@@ -1,15 +1,16 @@
 """`laconic compare` as a user runs it: workers, lines, table and JSON."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from laconic.cli import running
-from laconic.tools.compare.inputs import given_files
-from laconic.tools.compare.settings import Script
-from laconic.tools.compare.unfinished import Finished
+from laconic.tools.compare.records import Outcome
+from laconic.tools.compare.running import describe
+from laconic.tools.compare.runs import TrainingRun
 from laconic.tools.launch.failures import WorkerError
+from laconic.tools.launch.workers import WorkerNetwork
 from tests.cli.conftest import Ended, Run
 from tests.cli.test_results import DDP
 
@@ -40,7 +41,6 @@ def compare(outside: Run, tiny: list[str], plans: list[str], path: Path) -> Ende
         assert row["workers"] == 2
         assert row["seconds"] > 0
         assert row["loss_final"] < row["loss_start"]
-        assert row["wire_bytes"] == row["sent_bytes"]  # each of two workers sends all of it
         assert set(row["versions"]) == {"laconic", "torch", "python"}
     return ended
 
@@ -49,8 +49,8 @@ def test_compare(outside, tiny, tmp_path):
     path = tmp_path / "out.json"
     ended = compare(outside, tiny, ["ddp()", LOCAL], path)
     ddp, local = json.loads(path.read_text())
-    assert ddp["sent_bytes"] == 8 * 4 * ddp["parameters"] + 48  # 48 for the handshake
-    assert local["sent_bytes"] * 3 < ddp["sent_bytes"]
+    assert ddp["wire_bytes"] == 8 * 4 * ddp["parameters"] + 48  # 48 for the handshake
+    assert local["wire_bytes"] * 3 < ddp["wire_bytes"]
     assert path.stat().st_mode & 0o044 == 0o044  # like any file, though it began as a private temporary one
     assert list(tmp_path.iterdir()) == [path]
 
@@ -64,14 +64,14 @@ def test_compare(outside, tiny, tmp_path):
 
 def test_the_baselines_run_beside_the_plans(here, monkeypatch):
     seen: list[list[str]] = []
-    monkeypatch.setattr("laconic.cli.compare.run_all", lambda runs, *_: seen.append([run.label for run in runs]))
+    monkeypatch.setattr("laconic.cli.compare.run_all", lambda runs, _: seen.append([run.label for run in runs]))
     link = ["--link", "1gbit", "--hosts", "2"]
     for given in ([], ["--no-baselines"], ["--plan", "ddp( )"], ["--workers", "1"], [*link, "--until-loss", "2"], link):
         assert here("compare", "--plan", LOCAL, *given).code == 0
     assert seen == [
         ["ddp()", "alone()", LOCAL],
         [LOCAL],
-        [LOCAL, "ddp( )", "alone()"],
+        [LOCAL, "ddp()", "alone()"],
         [LOCAL],
         ["ddp()", "alone()", LOCAL, "ddp() without the slow link"],
         ["ddp()", "alone()", LOCAL],
@@ -84,30 +84,55 @@ def test_the_same_plan_gives_the_same_losses_and_others_send_less(outside, tiny,
     ended = compare(outside, tiny, ["ddp()", "ddp()", "power_sgd(rank=1)", LOCAL], path)
     ddp, again, low_rank, local = json.loads(path.read_text())
     assert {k: ddp[k] for k in ("loss_start", "loss_final")} == {k: again[k] for k in ("loss_start", "loss_final")}
-    assert low_rank["sent_bytes"] * 10 < ddp["sent_bytes"]
-    assert local["sent_bytes"] * 3 < ddp["sent_bytes"]
+    assert low_rank["wire_bytes"] * 10 < ddp["wire_bytes"]
+    assert local["wire_bytes"] * 3 < ddp["wire_bytes"]
     lines = ended.out.splitlines()
     assert [line for line in lines if line.startswith("power_sgd(rank=1, bits=4) step=8/8 loss=")]
     assert sum(line.split()[:1] == ["ddp()"] and "1.0x" in line for line in lines) == 2
 
 
-def test_a_stopped_comparison_does_not_use_results_of_a_script_that_has_changed(here, tmp_path, monkeypatch):
-    script, ran, fails = tmp_path / "train.py", list[str](), True
-    script.write_text("one")
+def test_a_stopped_comparison_goes_on_with_resume(here, tmp_path, monkeypatch):
+    script, path, ran, fails = tmp_path / "train.py", tmp_path / "out.json", list[str](), True
+    script.touch()
 
-    def launched(run: Script, network: object, view: object, index: int) -> Finished:
-        ran.append(run.plan)
+    def launched(run: TrainingRun, network: WorkerNetwork, view: object, index: int) -> Outcome:
+        ran.append(run.label)
         if index == 1 and fails:
             raise WorkerError("stopped")
-        return Finished(DDP, given_files(run))
+        return replace(DDP, plan=run.plan, settings=describe(run, network))
 
-    monkeypatch.setattr(running, "_launch", launched)
+    monkeypatch.setattr("laconic.cli.compare._launch", launched)
     given = ["compare", "--no-baselines", "--script", str(script), "--workers", "2", "--plan", "ddp()", "--plan", LOCAL]
+    given += ["--json", str(path)]
     assert here(*given).code == 1 and ran == ["ddp()", LOCAL]
-    again = here(*given)
-    assert again.out.startswith("continuing after 1 of 2 plans") and ran[2:] == [LOCAL]
-    script.write_text("two")
+    assert [row["plan"] for row in json.loads(path.read_text())] == ["ddp()"]
     fails = False
-    changed = here(*given)
-    assert (changed.code, ran[3:]) == (0, ["ddp()", LOCAL])
-    assert changed.out.startswith(f"{script} has changed: results from before are not used again\n")
+    again = here(*given, "--resume")
+    assert again.out.startswith(f"ddp(): its results are in {path}\n") and ran[2:] == [LOCAL]
+    assert [row["plan"] for row in json.loads(path.read_text())] == ["ddp()", LOCAL]
+    here(*given, "--resume", "--seconds", "3")  # other settings
+    assert ran[3:] == ["ddp()", LOCAL]
+    here(*given)
+    assert ran[5:] == ["ddp()", LOCAL]
+
+
+@pytest.mark.nightly
+def test_compare_under_torchrun(outside, tiny, tmp_path):
+    path = tmp_path / "out.json"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["--no-baselines", "--plan", LOCAL, "--steps", "4", "--json", str(path)]
+    ended = outside(*torchrun, "-m", "laconic", "compare", *tiny, *arguments)
+    assert ended.code == 0
+    assert ended.out.count(f"{LOCAL} step=4/4") == ended.out.count("validation loss") == 1
+    [row] = json.loads(path.read_text())
+    assert (row["workers"], row["steps"]) == (2, 4)
+
+
+@pytest.mark.slow
+def test_on_own_text(outside, tiny, tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    given = ["--no-baselines", "--plan", "ddp()", "--workers", "2", "--steps", "2", "--data", str(text)]
+    ended = outside("-m", "laconic", "compare", *tiny, *given)
+    assert (ended.code, ended.err) == (0, "")
+    assert "ddp() step=2/2" in ended.out

@@ -7,10 +7,11 @@ from dataclasses import fields
 
 import pytest
 
-from laconic.cli.running import CommandOptions
-from laconic.tools.compare.export import judgements
+import laconic
+from laconic.cli.compare import CompareOptions
+from laconic.tools.compare.judging import judgements
 from laconic.tools.compare.records import Outcome
-from laconic.tools.compare.settings import Run, Script
+from laconic.tools.compare.runs import Script, TrainingRun
 from tests.cli.conftest import ROOT
 from tests.cli.test_results import DDP
 
@@ -20,10 +21,10 @@ OPTIONS = sorted(set(re.findall(r"`(--[a-z-]+)[ `]", TEXT)))
 
 
 @pytest.fixture
-def parsed(monkeypatch) -> list[tuple[Sequence[Run], CommandOptions]]:
+def parsed(monkeypatch) -> list[tuple[Sequence[TrainingRun], CompareOptions]]:
     """The runs and options that `compare` would start."""
-    calls: list[tuple[Sequence[Run], CommandOptions]] = []
-    monkeypatch.setattr("laconic.cli.compare.run_all", lambda runs, options, labels: calls.append((runs, options)))
+    calls: list[tuple[Sequence[TrainingRun], CompareOptions]] = []
+    monkeypatch.setattr("laconic.cli.compare.run_all", lambda runs, options: calls.append((runs, options)))
     return calls
 
 
@@ -36,10 +37,10 @@ def test_its_commands_parse(here, parsed, tmp_path, monkeypatch):
         assert (ended.code, ended.err) == (0, "")
     (runs, options), (own, _) = parsed
     plans = ["ddp()", "alone()", "power_sgd(rank=20)", "frugal(bytes='120x')", "ddp()"]  # the last without the link
-    assert [run.plan for run in runs] == plans
-    assert (runs[0].workers, runs[0].goal.loss, str(options.link)) == (4, 2.08, "10mbit")
-    assert isinstance(own[0], Script)
-    assert own[0].arguments == ("--your", "--arguments")
+    assert [run.plan for run in runs] == [laconic.plan(text) for text in plans]
+    assert (runs[0].workers, runs[0].goal.until_loss, str(options.link)) == (4, 2.08, "10mbit")
+    assert isinstance(own[0].training, Script)
+    assert own[0].training.arguments == ("--your", "--arguments")
 
 
 def test_its_options_exist(here, monkeypatch):

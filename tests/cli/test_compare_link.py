@@ -16,7 +16,7 @@ from tests.cli.conftest import ROOT
 from tests.namespaces import needs_root
 from tests.tools.launch.processes import descendants, eventually, namespaces_alive, namespaces_held_by, running
 
-SMALL = ["--layers", "1", "--width", "64", "--heads", "2", "--context", "32"]
+SMALL = ["--layers", "1", "--width", "64", "--context", "32"]
 
 
 def rows_of(path: Path) -> list[dict[str, object]]:
@@ -75,10 +75,9 @@ class TestAsRoot:
         for row in rows_of(path):
             assert (row["workers"], row["link"], row["clock"]) == (4, "2 @ 1gbit, 2 @ 50mbit", "measured")
             assert row["network_bytes"] == pytest.approx(row["interface_bytes"], rel=0.03)
-            assert len(row["interface_bytes_by_worker"]) == 4  # type: ignore[arg-type]
             assert len(row["uplink_bytes"]) == 2  # type: ignore[arg-type]
             assert [point["step"] for point in row["curve"]] == list(range(1, 9))  # type: ignore[attr-defined]
-            assert 0 <= row["waiting_seconds"] <= row["talking_seconds"] <= row["seconds"]  # type: ignore[operator]
+            assert 0 <= row["waiting_seconds"] <= row["communication_seconds"] <= row["seconds"]  # type: ignore[operator]
         ddp, low_rank, _ = rows_of(path)
         # 8 steps, each of which sends 1.5 times the model over a link of 50 Mbit/s
         assert ddp["seconds"] > 0.9 * 8 * 1.5 * 4 * ddp["parameters"] * 8 / 50e6  # type: ignore[operator]
@@ -99,10 +98,10 @@ class TestAsRoot:
         assert not namespaces_alive(held)
         assert ours_in(short_tmp)  # its run folder, which the next run removes
 
-        with comparing(*given) as process:
+        with comparing(*given, "--resume") as process:
             out, err = process.communicate(timeout=120)
         assert (process.returncode, err) == (0, "")
-        assert out.startswith("continuing after 1 of 2 plans, finished before; --fresh starts again")
+        assert out.startswith(f"post_local_sgd(period=2): its results are in {path}\n")
         assert "post_local_sgd(period=2) step=" not in out
         assert [row["plan"] for row in rows_of(path)] == ["post_local_sgd(period=2)", "ddp()"]
         assert ours_in(short_tmp) == []
@@ -138,7 +137,7 @@ def test_where_no_link_can_be_made_its_time_is_computed(outside, tiny, tmp_path,
     assert (row["clock"], row["link"], row["interface_bytes"]) == ("computed", "1mbit", None)
     # each step of this model takes 2/3 of a second on the link, so the first check ends the run
     assert (row["ended"], row["steps"]) == ("seconds", 4)
-    assert row["seconds"] > 4 * row["sent_bytes"] / 4 * 8 / 1e6  # type: ignore[operator]
+    assert row["seconds"] > 4 * row["wire_bytes"] / 4 * 8 / 1e6  # type: ignore[operator]
     assert "<strong>Computed:</strong>" in page.read_text()
 
 
@@ -174,7 +173,6 @@ def test_the_example_script_until_a_loss(outside, tmp_path):
         (["--script", "no/such.py"], "--script no/such.py: there is no such file."),
         (["--", "5"], "-- 5: these are for a script. Give one with --script train.py."),
         (["--report", "."], "--report .: that is a folder. Name a file in it, such as results.html."),
-        (["--png", "no/such/out.png"], "--png no/such/out.png: no file can be written in"),
     ],
 )
 def test_mistakes(here, arguments, words):

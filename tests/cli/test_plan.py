@@ -86,7 +86,6 @@ def test_what_a_probe_has_not_measured_is_said(here, tmp_path):
         ([*BASE, "--model", "a:b"], "--model and --parameters: one model is enough"),
         ([*BASE, "--plan", "gossip()"], "gossip"),
         ([*BASE, "--plan", "post_local_sgd(group='machine')"], "how many workers a machine has"),
-        ([*BASE, "--plan", "streaming_diloco(period=90, fragments=80)"], "80"),
         ([*BASE, "--probe", "no/such.json"], "--probe no/such.json"),
         ([*BASE, "--link", "2 @ 1gbit, 3 @ 1gbit"], "2 x 3 = 6 workers, and 4 were asked for"),
     ],

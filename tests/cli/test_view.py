@@ -8,11 +8,13 @@ from dataclasses import replace
 from rich.cells import cell_len
 from rich.text import Text
 
-from laconic.cli.view import LiveView, PlainView, Row, View, make_view, plain_line, sparkline
-from laconic.tools.compare.progress import Progress
+import laconic
+from laconic.cli.view import LiveView, PlainView, View, make_view, plain_line, sparkline
+from laconic.tools.compare.records import Report
+from laconic.tools.compare.runs import Goal, TrainingRun
 
-LABELS = {Row(0, 0): "ddp()", Row(1, 0): "power_sgd(rank=4)"}
-NOW = Progress(worker=0, step=1, steps=200, loss=2.0, tokens_per_s=1234.0, sent_bytes=5000, seconds=1.0)
+RUNS = [TrainingRun(plan, goal=Goal(200)) for plan in (laconic.ddp(), laconic.diloco())]
+NOW = Report(worker=0, step=1, loss=2.0, seconds=1.0, tokens=1234, wire_bytes=5000)
 
 
 class Terminal(io.StringIO):
@@ -22,36 +24,33 @@ class Terminal(io.StringIO):
 
 def test_the_view_depends_on_stdout(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Terminal())
-    assert isinstance(make_view(LABELS, plain=False), LiveView)
-    assert isinstance(make_view(LABELS, plain=True), PlainView)
+    assert isinstance(make_view(RUNS, plain=False), LiveView)
+    assert isinstance(make_view(RUNS, plain=True), PlainView)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert isinstance(make_view(LABELS, plain=False), PlainView)
+    assert isinstance(make_view(RUNS, plain=False), PlainView)
 
 
 def test_a_run_has_about_ten_plain_lines_with_the_last(capsys):
-    view = PlainView(LABELS)
+    view = PlainView(RUNS)
     for step in range(1, 201):
-        view.progress(Row(0, 0), replace(NOW, step=step, ended="steps" if step == 200 else ""))
-        view.progress(Row(0, 1), replace(NOW, step=step))  # a worker without a row
-    view.progress(Row(1, 0), NOW)
+        view.progress(0, replace(NOW, step=step, ended="steps" if step == 200 else ""))
+    view.progress(1, NOW)
     lines = capsys.readouterr().out.splitlines()
     assert 10 <= len(lines) <= 13
-    assert (
-        lines[0]
-        == "ddp() step=1/200 loss=2.000 validation=- kept=- tokens/s=1,234 talking=0% sent=5 kB MB/s=0.00 left=199s"
-    )
+    numbers = "loss=2.000 validation=- kept=- tokens/s=1,234 communication=0% sent=5 kB MB/s=0.01 left=199s"
+    assert lines[0] == f"ddp() step=1/200 {numbers}"
     assert lines[-2].startswith("ddp() step=200/200")
-    assert lines[-1].startswith("power_sgd(rank=4) step=1/200")
+    assert lines[-1].startswith("diloco(period=16) step=1/200")
 
 
 def test_a_script_need_not_report_tokens():
-    assert "tokens/s=- " in plain_line("ddp()", replace(NOW, tokens_per_s=0.0))
+    assert "tokens/s=- " in plain_line(RUNS[0], replace(NOW, tokens=0))
 
 
 def test_a_broken_pipe_does_not_stop_the_run():
     program = (
         "import time; from laconic.cli.view import PlainView; from tests.cli.test_results import DDP\n"
-        "view = PlainView({})\n"
+        "view = PlainView([])\n"
         "while not view._console.quiet: view.message('x' * 999)\n"
         "view.results([DDP]); print('end')"
     )
@@ -67,41 +66,40 @@ def test_the_live_table_fits_eighty_columns_and_shows_runs_that_wait(monkeypatch
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
-    view = LiveView(LABELS)
-    now = replace(NOW, communication_s=0.25, wire_bytes=1_500_000)
+    view = LiveView(RUNS)
+    now = replace(NOW, communication_seconds=0.25, wire_bytes=1_500_000)
     with view.running():
         for step in range(1, 101):
-            view.progress(Row(0, 0), replace(now, step=step, loss=5 - step / 50))
-        view.progress(Row(0, 3), NOW)
+            view.progress(0, replace(now, step=step, loss=5 - step / 50))
     text = screen.getvalue()
-    for words in ("ddp()", "▇▆▅▄", "100/200", "3.000", "1,234", "25%", "5 kB", "1.50", "1s", "power_sgd(rank=4)"):
+    for words in ("ddp()", "▇▆▅▄", "100/200", "3.000", "1,234", "25%", "1.5 MB", "1.50", "1s", "diloco(period=16)"):
         assert words in text
     assert max(map(cell_len, Text.from_ansi(text).plain.splitlines())) <= 80
 
 
 def test_a_run_of_unknown_length():
-    assert plain_line("x", replace(NOW, steps=0)).endswith(
-        "step=1 loss=2.000 validation=- kept=- tokens/s=1,234 talking=0% sent=5 kB MB/s=0.00 left=-"
+    assert plain_line(TrainingRun(laconic.ddp(), goal=Goal()), NOW).endswith(
+        "step=1 loss=2.000 validation=- kept=- tokens/s=1,234 communication=0% sent=5 kB MB/s=0.01 left=-"
     )
-    assert plain_line("x", replace(NOW, steps=0, seconds_limit=9.0)).endswith("left=8s")
-    assert plain_line("x", replace(NOW, ended="loss")).endswith("left=done")
+    assert plain_line(TrainingRun(laconic.ddp(), goal=Goal(seconds=9.0)), NOW).endswith("left=8s")
+    assert plain_line(RUNS[0], replace(NOW, ended="loss")).endswith("left=done")
 
 
 def test_what_a_guard_measures_is_shown_where_there_is_one(monkeypatch):
-    assert plain_line("x", replace(NOW, residual=0.417, agreement=0.805)).endswith("residual=0.42 agreement=0.81")
+    assert plain_line(RUNS[0], replace(NOW, residual=0.417, agreement=0.805)).endswith("residual=0.42 agreement=0.81")
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("COLUMNS", "90")
     monkeypatch.setenv("TERM", "xterm")
-    view = LiveView(LABELS)
+    view = LiveView(RUNS)
     with view.running():
-        view.progress(Row(0, 0), NOW)
+        view.progress(0, NOW)
     assert "behind" not in screen.getvalue()
     with view.running():
-        view.progress(Row(1, 0), replace(NOW, residual=0.417, agreement=0.806))
+        view.progress(1, replace(NOW, residual=0.417, agreement=0.806))
     lines = Text.from_ansi(screen.getvalue()).plain.splitlines()
     assert [line.split()[-2:] for line in lines if "behind" in line][-1] == ["behind", "agree"]
-    assert [line.split()[-2:] for line in lines if "power_sgd" in line][-1] == ["0.42", "0.81"]
+    assert [line.split()[-2:] for line in lines if "diloco" in line][-1] == ["0.42", "0.81"]
     assert [line.split()[-2:] for line in lines if "ddp()" in line][-1] == ["-", "-"]
 
 
@@ -115,6 +113,6 @@ def test_a_sparkline_skips_nonfinite_values():
 def test_the_base_view_shows_nothing(capsys):
     view = View()
     with view.running():
-        view.progress(Row(0, 0), NOW)
+        view.progress(0, NOW)
         view.message("something")
     assert capsys.readouterr().out == ""

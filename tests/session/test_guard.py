@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
@@ -103,6 +103,29 @@ def test_deltas_are_measured_and_get_a_stronger_codec(schedule):
     here, there = run_workers(_train, 2, ("bare", plan, laconic.Guard("act", every=2, limit=0.5)))
     assert here["plans"] == there["plans"] and len(set(here["plans"])) > 1
     assert here["health"] == there["health"]
+
+
+def _wrapped(worker: int) -> tuple[list[str], Tensor]:
+    seen: list[str] = []
+
+    def wrap(codec: laconic.Codec) -> laconic.Codec:
+        seen.append(repr(codec))
+        return laconic.Exact()
+
+    model = nn.Linear(48, 48, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with laconic.attach("power_sgd(rank=1)", model, optimizer, sync_initial=True) as session:
+        session.wrap_codec(wrap)
+        before = weights(model)
+        (model.weight * (worker + 1)).sum().backward()
+        optimizer.step()
+        return seen, before - weights(model)
+
+
+def test_a_codec_may_be_wrapped():
+    for seen, moved in run_workers(_wrapped, 2):
+        assert seen and "LowRank(rank=1" in seen[0]
+        torch.testing.assert_close(moved, torch.full_like(moved, 1.5))  # the exact mean of 1 and 2
 
 
 def test_without_a_guard_nothing_is_measured_or_sent():

@@ -345,6 +345,10 @@ def test_bad_arguments_are_named():
         laconic.attach(laconic.ddp(), optimizer, module)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"a torch.optim.Optimizer, or several in a list, not an empty list"):
         laconic.attach(laconic.ddp(), module, [])
+    with pytest.raises(
+        TypeError, match=r"attach\(observers=Guard\(mode='warn'\)\): give a list of laconic.StepObserver"
+    ):
+        laconic.attach(laconic.ddp(), module, optimizer, observers=laconic.Guard("warn"))  # type: ignore[arg-type]
     other = torch.optim.SGD(copy.deepcopy(module).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="holds none of the model's parameters"):
         laconic.attach(laconic.ddp(), module, other)

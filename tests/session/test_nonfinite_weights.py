@@ -96,15 +96,15 @@ STREAMING = [
 ]
 
 
-def _streaming(worker: int, text: str) -> list[Tensor]:
+def _streaming(worker: int, text: str, poisoned: str) -> list[Tensor]:
     model = _Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     laconic.attach(laconic.plan(text), model, optimizer)
     seen = []
     for step in range(16):
         if step == 1 and worker == 1:
-            model.a.data.fill_(torch.nan)
-            model.b.data[0] = torch.nan
+            for name in poisoned:
+                getattr(model, name).data[0] = torch.nan
         _step(model, optimizer)
         seen.append(weights(model))
     return seen
@@ -112,6 +112,13 @@ def _streaming(worker: int, text: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("text", STREAMING)
 def test_streaming_with_a_culprit(text):
-    healthy, culprit = run_workers(_streaming, 2, (text,))
+    healthy, culprit = run_workers(_streaming, 2, (text, "ab"))
     assert all(each.tolist() == [1.0] * 10 for each in healthy)
     assert all(each.tolist() == [1.0] * 10 for each in culprit[5:])
+
+
+@pytest.mark.parametrize("poisoned", ["a", "b"])
+def test_nan_in_one_fragment_is_found_at_its_turn(poisoned):
+    healthy, culprit = run_workers(_streaming, 2, (STREAMING[1], poisoned))
+    assert all(each.tolist() == [1.0] * 10 for each in healthy)
+    assert all(each.tolist() == [1.0] * 10 for each in culprit[6:])

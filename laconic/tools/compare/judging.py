@@ -2,16 +2,21 @@
 
 Two runs are the measure of all others: `alone()`, whose workers never synchronise, and `ddp()`.
 
-    kept       = (alone - plan) / (alone - ddp), of the loss at equal steps: the share of what talking gives
+    kept       = (alone - plan) / (alone - ddp), of the loss at equal steps: the fraction of DDP's improvement over no
+                 communication that a plan keeps
     efficiency = (seconds of ddp() without a slow link to the target) / (seconds of the plan over the link to it)
 
 The ceiling of both is about 1. The floor of `kept` is 0; that of `efficiency` is the efficiency of `alone()`.
 """
 
+import json
 import math
 from collections.abc import Sequence
 
-from laconic.tools.compare.records import Outcome
+from laconic.plans.methods import alone, ddp
+from laconic.plans.plan import Plan
+from laconic.tools.compare.records import Outcome, as_row
+from laconic.tools.machine import versions
 
 AS_GOOD = 0.01
 """A plan is as good as the reference if it has lowered the loss by at least 99% of what the reference has."""
@@ -19,24 +24,26 @@ AS_GOOD = 0.01
 
 def reference(outcomes: Sequence[Outcome]) -> Outcome:
     """The outcome that the others are compared with: that of `ddp()`, wherever it is in the list; else the first."""
-    return _find("ddp()", outcomes) or next((each for each in outcomes if not each.without_link), outcomes[0])
+    return _find(ddp(), outcomes) or next((each for each in outcomes if not each.without_link), outcomes[0])
 
 
-def alone(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The outcome of workers that never synchronise, if there is one."""
-    return _find("alone()", outcomes)
+def without_communication(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The outcome of `alone()`, if there is one."""
+    return _find(alone(), outcomes)
 
 
 def ceiling(outcomes: Sequence[Outcome]) -> Outcome | None:
     """The outcome of `ddp()` without a slow link, if there is one."""
-    free = next((each for each in outcomes if each.plan == "ddp()" and each.without_link), None)
-    return free or next((each for each in outcomes if each.plan == "ddp()" and each.link is None), None)
+    free = next((each for each in outcomes if each.plan == ddp() and each.without_link), None)
+    return free or next((each for each in outcomes if each.plan == ddp() and each.link is None), None)
 
 
-def kept_share(alone: float, plan: float, ddp: float) -> float | None:
-    """The share of what talking gives that a plan keeps; NaN for a plan whose loss is; None if talking gives nothing.
+def kept_fraction(alone: float, plan: float, ddp: float) -> float | None:
+    """The fraction of DDP's improvement over no communication that a plan keeps.
 
-    >>> kept_share(alone=2.0, plan=1.7, ddp=1.5)
+    NaN for a plan whose loss is NaN; None if DDP is no improvement.
+
+    >>> kept_fraction(alone=2.0, plan=1.7, ddp=1.5)
     0.6
     """
     gain = alone - ddp
@@ -44,10 +51,10 @@ def kept_share(alone: float, plan: float, ddp: float) -> float | None:
 
 
 def kept(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
-    """The share of what talking gives that an outcome keeps; None without `alone()` or `ddp()`, or equal steps."""
-    silent, ddp = alone(outcomes), _find("ddp()", outcomes)
-    losses = [] if silent is None or ddp is None else losses_at_equal_steps([silent, outcome, ddp])
-    return kept_share(*losses) if losses else None
+    """What an outcome keeps; None without `alone()` or `ddp()`, or equal steps."""
+    floor, top = without_communication(outcomes), _find(ddp(), outcomes)
+    losses = [] if floor is None or top is None else losses_at_equal_steps([floor, outcome, top])
+    return kept_fraction(*losses) if losses else None
 
 
 def efficiency(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
@@ -60,14 +67,14 @@ def efficiency(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
 
 def no_better_than_alone(outcome: Outcome, outcomes: Sequence[Outcome]) -> bool:
     """Whether workers would have done as well without synchronising: sooner at the target, or with as low a loss."""
-    silent = alone(outcomes)
-    if silent is None or outcome is silent or outcome.without_link:
+    floor = without_communication(outcomes)
+    if floor is None or outcome is floor or outcome.without_link:
         return False
-    if silent.reached or outcome.reached:
-        return not outcome.reached or (silent.reached and outcome.seconds >= silent.seconds)
-    if "seconds" in (silent.ended, outcome.ended):
-        return not _lower(outcome.loss_final, silent.loss_final)
-    losses = losses_at_equal_steps([outcome, silent])
+    if floor.reached or outcome.reached:
+        return not outcome.reached or (floor.reached and outcome.seconds >= floor.seconds)
+    if "seconds" in (floor.ended, outcome.ended):
+        return not _lower(outcome.loss_final, floor.loss_final)
+    losses = losses_at_equal_steps([outcome, floor])
     return bool(losses) and not _lower(*losses)
 
 
@@ -98,7 +105,23 @@ def has_levels(outcomes: Sequence[Outcome]) -> bool:
     return any(level != "world" for outcome in outcomes for level in outcome.level_bytes)
 
 
-def _find(plan: str, outcomes: Sequence[Outcome]) -> Outcome | None:
+def judgements(outcome: Outcome, outcomes: Sequence[Outcome]) -> dict[str, float | bool | None]:
+    """How an outcome is judged beside the others."""
+    return {
+        "kept": kept(outcome, outcomes),
+        "efficiency": efficiency(outcome, outcomes),
+        "no_better_than_alone": no_better_than_alone(outcome, outcomes),
+    }
+
+
+def as_json(outcomes: Sequence[Outcome]) -> str:
+    """A JSON list with one object for each outcome, and how it is judged. NaN and infinity become null."""
+    rows = [as_row(each) | judgements(each, outcomes) | {"versions": versions()} for each in outcomes]
+    text = json.loads(json.dumps(rows), parse_constant=lambda name: None)
+    return json.dumps(text, indent=1, allow_nan=False) + "\n"
+
+
+def _find(plan: Plan, outcomes: Sequence[Outcome]) -> Outcome | None:
     return next((each for each in outcomes if each.plan == plan and not each.without_link), None)
 
 

@@ -1,7 +1,7 @@
 """Reports the progress of a training to `laconic compare`, through files in a folder.
 
 `laconic compare` sets LACONIC_REPORT to a folder and names `from_env` in LACONIC_OBSERVERS. Each worker then writes
-its progress and the seconds of each collective to files of its own. The reporter also ends the run: after a number of
+its reports and the seconds of each collective to files of its own. The reporter also ends the run: after a number of
 steps or seconds, or at a loss: the validation loss where the script gives one (`validating.py`), else the mean
 training loss of the last reports and of all workers. Workers agree on it over a process group of their own, so its
 traffic is neither in the ledger nor on the link under study.
@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
 
@@ -30,8 +30,16 @@ from torch.distributed.tensor import DTensor
 from laconic.ledger import Entry, Ledger
 from laconic.session.observers import StepObserver, Validation
 from laconic.session.session import Session
-from laconic.tools.compare.inputs import Fingerprints, imported_files
-from laconic.tools.compare.progress import Ending, Goal, Progress, progress_file, read_progress
+from laconic.tools.compare.records import (
+    SMOOTHED,
+    Ending,
+    Report,
+    about_file,
+    end_file,
+    report_file,
+    seconds_file,
+)
+from laconic.tools.compare.runs import Goal
 from laconic.tools.compare.validating import Validator, mean_over, number
 from laconic.tools.launch.links import Link, framing_bytes, link
 from laconic.tools.launch.namespaces import CONTROL_INTERFACE_VARIABLE, INTERFACE_VARIABLE
@@ -39,9 +47,6 @@ from laconic.tools.planner.network import collective_s
 
 FOLDER = "LACONIC_REPORT"
 GOAL = "goal.json"
-ABOUT = "about.json"  # where worker 0 writes the plan and the number of parameters
-FILES = "files.json"  # where worker 0 writes the fingerprints of the modules that it has imported
-SMOOTHED = 8  # reports in the mean that is compared with the target loss
 CHECKED_EVERY = 4  # reports; workers do not wait for each other in between
 
 
@@ -51,27 +56,6 @@ def write_goal(folder: Path, goal: Goal, computed: Link | None) -> None:
     (folder / GOAL).write_text(json.dumps(content))
 
 
-def seconds_file(folder: Path, worker: int) -> Path:
-    """The file to which a worker writes the seconds of each collective, as doubles."""
-    return folder / f"worker-{worker}.seconds"
-
-
-def read_files(folder: Path) -> Fingerprints:
-    """The fingerprints of the modules that worker 0 has imported."""
-    found: Fingerprints = json.loads((folder / FILES).read_text())
-    return found
-
-
-def has_ended(folder: Path, worker: int) -> bool:
-    """Whether a worker has reached the goal of the run, or has come to the end of its script without an error."""
-    reports = read_progress(folder, worker)
-    return bool(reports) and (bool(reports[-1].ended) or _end_file(folder, worker).exists())
-
-
-def _end_file(folder: Path, worker: int) -> Path:
-    return folder / f"worker-{worker}.end"
-
-
 def from_env() -> CompareReporter | None:
     """Make the reporter for the folder in LACONIC_REPORT; None if it is not set."""
     folder = os.environ.get(FOLDER)
@@ -79,7 +63,7 @@ def from_env() -> CompareReporter | None:
 
 
 class CompareReporter(StepObserver):
-    """Writes the progress of one worker, and tells the training when to stop."""
+    """Writes the reports of one worker, and ends the training at its goal."""
 
     def __init__(self, folder: Path) -> None:
         content = json.loads((folder / GOAL).read_text())
@@ -88,6 +72,7 @@ class CompareReporter(StepObserver):
         self._computed = None if content["computed"] is None else link(content["computed"])
         self._worker = dist.get_rank() if dist.is_initialized() else 0
         self._tokens = 0
+        self._end: Report | None = None
 
     def attached(self, session: Session) -> None:
         """Open the files and start the clock, at the same time on all workers."""
@@ -96,10 +81,9 @@ class CompareReporter(StepObserver):
         if self._worker == 0:
             parameters = sum(p.numel() for p in session.parameters.values())
             self._about = {"plan": repr(session.plan), "parameters": parameters}
-            (self._folder / ABOUT).write_text(json.dumps(self._about))
-            self._write_files()
-        atexit.register(self._end)
-        self._file = progress_file(self._folder, self._worker).open("w", buffering=1)
+            about_file(self._folder).write_text(json.dumps(self._about))
+        atexit.register(self._exit)
+        self._file = report_file(self._folder, self._worker).open("w", buffering=1)
         seconds = seconds_file(self._folder, self._worker).open("wb", buffering=0)
         self._times = TimedLedger(session.ledger, self._computed, seconds)
         together = _workers_that_stop_together(session)
@@ -114,19 +98,28 @@ class CompareReporter(StepObserver):
         self._began = time.perf_counter()
 
     def report(self, session: Session, loss: float | Tensor, tokens: int, validation: Validation | None = None) -> bool:
-        """Write the progress after a step; return whether the run has reached its goal."""
-        value = number(loss)
-        if session.plan is not self._plan:
-            self._plan = session.plan
-            if self._worker == 0:
-                (self._folder / ABOUT).write_text(json.dumps({**self._about, "changed_to": repr(session.plan)}))
+        """Write the progress after a step; return whether the run has reached its goal.
+
+        A report before the first step has a validation loss only, and the clock starts after it. One after the end of
+        the run replaces the validation loss of the last.
+        """
+        if self._end is not None:
+            self._end = replace(self._end, validation=self._validate(session, validation, last=True))
+            self._write(self._end)
+            return True
+        self._note_change(session)
         self._tokens += tokens
         self._check.validates |= validation is not None
         validated = self._validate(session, validation, self._check.is_last(session.step))
         seconds = time.perf_counter() - self._began - self._validate.paused_s + self._times.link_s
-        ended = self._check(session.step, value, seconds, validated)
-        progress = self._progress(session, value, seconds, ended, validated)
-        self._file.write(json.dumps(asdict(progress)) + "\n")
+        value = number(loss)
+        ended: Ending = self._check(session.step, value, seconds, validated) if session.step else ""
+        made = self._report(session, value, seconds, ended, validated)
+        self._write(made)
+        if ended:
+            self._end = made
+        elif not session.step:
+            self._began = time.perf_counter() - self._validate.paused_s
         return bool(ended)
 
     def detached(self, session: Session) -> None:
@@ -134,44 +127,40 @@ class CompareReporter(StepObserver):
         self._file.close()
         self._times.close()
 
-    def _write_files(self) -> None:
-        """Write the fingerprints of the modules that are imported by now. Earlier ones stay as they were."""
-        path = self._folder / FILES
-        before = read_files(self._folder) if path.exists() else {}
-        path.write_text(json.dumps(imported_files() | before))
+    def _note_change(self, session: Session) -> None:
+        """Write the new plan of a run that has changed it."""
+        if session.plan is not self._plan:
+            self._plan = session.plan
+            if self._worker == 0:
+                about_file(self._folder).write_text(json.dumps({**self._about, "changed_to": repr(session.plan)}))
 
-    def _end(self) -> None:
+    def _write(self, report: Report) -> None:
+        self._file.write(json.dumps(asdict(report)) + "\n")
+
+    def _exit(self) -> None:
         """Record that the script has come to its end, unless an error has ended it. Called when Python exits."""
         with contextlib.suppress(OSError):  # the folder may be gone
             if getattr(sys, "last_value", None) is None:
-                _end_file(self._folder, self._worker).touch()
-            if self._worker == 0:
-                self._write_files()
+                end_file(self._folder, self._worker).touch()
 
-    def _progress(
-        self, session: Session, loss: float, seconds: float, ended: Ending, validation: float | None
-    ) -> Progress:
-        ledger, times = session.ledger, self._times
-        counted = interface_bytes()
-        return Progress(
+    def _report(self, session: Session, loss: float, seconds: float, ended: Ending, validation: float | None) -> Report:
+        ledger, times, health, counted = session.ledger, self._times, session.health, interface_bytes()
+        return Report(
             worker=self._worker,
             step=session.step,
-            steps=self._goal.steps or 0,
             loss=loss,
-            tokens_per_s=self._tokens / seconds,
-            sent_bytes=ledger.wire_bytes,
             seconds=seconds,
+            tokens=self._tokens,
             wire_bytes=ledger.wire_bytes,
             framing_bytes=times.framing_bytes,
             interface_bytes=None if counted is None else counted - self._interface_before,
-            communication_s=min(times.busy_s + times.link_s, seconds),
-            link_s=times.link_s,
+            communication_seconds=min(times.busy_s + times.link_s, seconds),
+            link_seconds=times.link_s,
             level_bytes={name: total.wire_bytes for name, total in ledger.totals(by="level").items()},
-            seconds_limit=self._goal.seconds or 0.0,
             ended=ended,
             validation=validation,
-            residual=None if session.health is None else session.health.residual,
-            agreement=None if session.health is None else session.health.agreement,
+            residual=None if health is None else health.residual,
+            agreement=None if health is None else health.agreement,
         )
 
 
@@ -235,12 +224,12 @@ class StopCheck:
         self._recent.append(loss)
         self._reports += 1
         goal, last = self._goal, self.is_last(step)
-        if goal.loss is not None and validation is not None and validation <= goal.loss:
+        if goal.until_loss is not None and validation is not None and validation <= goal.until_loss:
             return "loss"
-        wanted = goal.seconds is not None or (goal.loss is not None and not self.validates)
+        wanted = goal.seconds is not None or (goal.until_loss is not None and not self.validates)
         if wanted and (last or self._reports % CHECKED_EVERY == 0):
             loss, seconds = mean_over(self._control, sum(self._recent) / len(self._recent), seconds)
-            if goal.loss is not None and not self.validates and loss <= goal.loss:
+            if goal.until_loss is not None and not self.validates and loss <= goal.until_loss:
                 return "loss"
             if goal.seconds is not None and seconds >= goal.seconds:
                 return "seconds"

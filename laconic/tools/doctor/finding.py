@@ -4,18 +4,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-Verdict: TypeAlias = Literal["ok", "warning", "problem"]
+Severity: TypeAlias = Literal["ok", "warning", "problem"]
 
 
 @dataclass(frozen=True)
 class Finding:
     """The result of one check. With a problem the run fails or trains on wrong values; with a warning it may be slow.
 
-    `why` and `way_out` are empty if the verdict is "ok".
+    `why` and `way_out` are empty if the severity is "ok".
     """
 
     name: str
-    verdict: Verdict
+    severity: Severity
     found: str
     why: str = ""
     way_out: str = ""
@@ -23,14 +23,14 @@ class Finding:
     """The workers that the finding is about. Empty: this machine, or all workers."""
 
 
-def finding(name: str, fine: bool, found: str, why: str, way_out: str, otherwise: Verdict = "problem") -> Finding:
+def finding(name: str, fine: bool, found: str, why: str, way_out: str, otherwise: Severity = "problem") -> Finding:
     """Make a finding that is "ok" if `fine`, else `otherwise`."""
     return Finding(name, "ok", found) if fine else Finding(name, otherwise, found, why, way_out)
 
 
 def has_problem(findings: Iterable[Finding]) -> bool:
     """Return whether there is at least one problem."""
-    return any(each.verdict == "problem" for each in findings)
+    return any(each.severity == "problem" for each in findings)
 
 
 def merged(findings: Sequence[Finding], workers: int) -> list[Finding]:

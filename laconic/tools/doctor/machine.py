@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from laconic.errors import names, outliers
-from laconic.tools.doctor.finding import Finding, Verdict, finding
+from laconic.tools.doctor.finding import Finding, Severity, finding
 from laconic.tools.machine import usable_cores, versions
 
 GLOO = "gloo's interface"
@@ -66,8 +66,8 @@ def compare_versions(by_worker: Sequence[Mapping[str, str]]) -> list[Finding]:
             shown = f"{package} {by_worker[odd[0]][package]} on {names(odd)}, {usual} on the others"
             why = "laconic.attach refuses workers with different versions."
             why = "Workers may shuffle data or load files differently." if package == "python" else why
-            verdict: Verdict = "warning" if package == "python" else "problem"
-            findings.append(Finding("same versions", verdict, shown, why, f"Install the same {package} on all hosts."))
+            severity: Severity = "warning" if package == "python" else "problem"
+            findings.append(Finding("same versions", severity, shown, why, f"Install the same {package} on all hosts."))
     return findings or [Finding("same versions", "ok", f"the same on all {len(by_worker)} workers")]
 
 

@@ -8,7 +8,6 @@ goes on, each worker validates its share of the batches; at the end, all of them
 """
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -24,9 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import laconic
-from laconic.tools.compare.reporter import control_group
-from laconic.tools.compare.settings import LAB_OPTIONS, Settings
-from laconic.tools.compare.validating import mean_over, mean_weights
+from laconic.tools.lab.settings import STEPS, Lab
 from laconic.tools.lab.tasks import Task, loss_of, make_task, validation_loss
 from laconic.tools.machine import usable_cores
 
@@ -37,30 +34,29 @@ TIMEOUT = timedelta(minutes=5)  # of one collective
 
 def main(arguments: Sequence[str]) -> None:
     """Train as one worker, in a new process group or in the one that exists."""
-    settings, losses = parse(arguments)
+    lab, steps = parse(arguments)
     new_group = not dist.is_initialized()
     if new_group:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     torch.set_num_threads(max(1, usable_cores() // dist.get_world_size()))
-    task = make_task(settings)
-    loss_start = validation_loss(task.model, task.validation)
-    loss_final = train(settings, task)
-    if losses is not None and dist.get_rank() == 0:
-        losses.write_text(json.dumps({"loss_start": loss_start, "loss_final": loss_final}))
+    train(lab, steps, make_task(lab))
     if new_group:
         dist.destroy_process_group()
 
 
-def train(settings: Settings, task: Task) -> float:
-    """The training loop. Returns the validation loss of the final weights."""
+def train(lab: Lab, steps: int, task: Task) -> None:
+    """The training loop."""
     worker, workers = dist.get_rank(), dist.get_world_size()
     share = task.validation[worker % len(task.validation) :: workers]
-    model = DistributedDataParallel(task.model, bucket_cap_mb=settings.bucket_mb)
-    optimizer = AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
-    guards = [] if settings.guard == "off" else [laconic.Guard(settings.guard)]
+    first_loss = validation_loss(task.model, task.validation)
+    model = DistributedDataParallel(task.model, bucket_cap_mb=lab.bucket_mb)
+    optimizer = AdamW(model.parameters(), lr=lab.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    guards = [] if lab.guard == "off" else [laconic.Guard(lab.guard)]
     with laconic.attach(laconic.plan_from_env(), model, optimizer, observers=guards) as session:
-        for step in range(1, settings.steps + 1):
-            optimizer.param_groups[0]["lr"] = settings.lr * lr_share(step, settings.steps)
+        loss = torch.tensor(first_loss)
+        session.report(loss=loss, validation=first_loss)  # before the first step
+        for step in range(1, steps + 1):
+            optimizer.param_groups[0]["lr"] = lab.lr * lr_share(step, steps)
             loss = loss_of(model, task.draw(worker, step))
             loss.backward()
             optimizer.step()
@@ -69,22 +65,20 @@ def train(settings: Settings, task: Task) -> float:
                 loss=loss, tokens=task.tokens_per_step, validation=partial(validation_loss, task.model, share)
             ):
                 break
-        control = control_group(session.group)  # not over the link under study
-        with mean_weights(session, control):
-            return mean_over(control, validation_loss(task.model, task.validation))[0]
+        # the final loss: every worker takes all batches
+        session.report(loss=loss, validation=partial(validation_loss, task.model, task.validation))
 
 
-def parse(arguments: Sequence[str]) -> tuple[Settings, Path | None]:
-    """Read the script's arguments: the settings, and the file to which worker 0 writes the validation losses."""
+def parse(arguments: Sequence[str]) -> tuple[Lab, int]:
+    """Read the script's arguments: what to train, and for how many steps."""
     parser = argparse.ArgumentParser(prog="python -m laconic.tools.lab.script", description=__doc__)
-    parser.add_argument("--losses", type=Path)
-    for field in fields(Settings):
-        if field.name in LAB_OPTIONS:
-            kind = Path if field.default is None else type(field.default)
-            parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    for field in fields(Lab):
+        kind = Path if field.default is None else type(field.default)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
     given = vars(parser.parse_args(arguments))
-    losses = given.pop("losses")
-    return Settings(plan="ddp()", **given), losses
+    steps = given.pop("steps")
+    return Lab(**given), steps
 
 
 def lr_share(step: int, steps: int) -> float:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from laconic.tools.compare.settings import Settings
 from laconic.tools.lab import digits, text
 from laconic.tools.lab.models import GPT, ResNet
+from laconic.tools.lab.settings import Lab
 
 VALIDATION_BATCHES = 16
 VALIDATION_SEQUENCES = 16  # in each of them
@@ -28,17 +28,17 @@ class Task:
     tokens_per_step: int  # of one worker; an image counts as one
 
 
-def make_task(settings: Settings) -> Task:
-    """Make the task that the settings describe. It reads the data."""
-    return _digits_task(settings) if settings.model == "resnet" else _text_task(settings)
+def make_task(lab: Lab) -> Task:
+    """Make the task that the lab trains. It reads the data."""
+    return _digits_task(lab) if lab.model == "resnet" else _text_task(lab)
 
 
-def check_data(settings: Settings) -> None:
+def check_data(lab: Lab) -> None:
     """Read the data once before any worker starts, so that a mistake gives one message."""
-    if settings.model == "resnet":
+    if lab.model == "resnet":
         digits.load()
     else:
-        text.load(settings.data, settings.context)
+        text.load(lab.data, lab.context)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -56,7 +56,7 @@ def validation_loss(model: nn.Module, batches: Sequence[Batch]) -> float:
     return loss
 
 
-def _text_task(s: Settings) -> Task:
+def _text_task(s: Lab) -> Task:
     train, validation = text.load(s.data, s.context)
     seeds = [(VALIDATION_SEED, index) for index in range(VALIDATION_BATCHES)]
     return Task(
@@ -67,7 +67,7 @@ def _text_task(s: Settings) -> Task:
     )
 
 
-def _digits_task(s: Settings) -> Task:
+def _digits_task(s: Lab) -> Task:
     train, validation = digits.load()
     return Task(
         model=ResNet(s.layers, s.width, s.seed),

@@ -37,7 +37,7 @@ from laconic.tools.machine import usable_cores
 LOOPBACK = "127.0.0.1"
 HOST_PORT = "29500"  # of worker 0 on a host of its own, where every port is free
 DEFAULT_WORKERS = 4
-MOST_WORKERS = 16  # on any machine; more need more cores, or --oversubscribe
+MOST_WORKERS = 16  # on any machine; more need more cores
 WORKERS_PER_CORE = 4
 POLL_S, GRACE_S = 0.05, 10.0
 STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -54,7 +54,7 @@ class Stopped(BaseException):
 
 
 @dataclass(frozen=True)
-class Network:
+class WorkerNetwork:
     """The network of a run: the loopback interface, a real slow link, or a link whose time is computed."""
 
     slow: SlowLink | None = None
@@ -120,7 +120,7 @@ def run_workers(
     command: Sequence[str],
     workers: int,
     folder: Path,
-    network: Network | None = None,
+    network: WorkerNetwork | None = None,
     *,
     title: str,
     variables: Mapping[str, str] | None = None,
@@ -154,7 +154,7 @@ def started(
     command: Sequence[str],
     workers: int,
     folder: Path,
-    network: Network | None = None,
+    network: WorkerNetwork | None = None,
     variables: Mapping[str, str] | None = None,
     grace_s: float = GRACE_S,
 ) -> Iterator[list[Worker]]:
@@ -294,6 +294,5 @@ def check_workers(workers: int, cores: int) -> None:
     if workers > most:
         raise UsageError(
             f"--workers {workers}: this machine has {cores} usable core{'s' * (cores != 1)}, and more than "
-            f"{most} workers would mostly wait for one another. Use --workers {most} or fewer, or add "
-            f"--oversubscribe to start {workers} all the same."
+            f"{most} workers would mostly wait for one another. Use --workers {most} or fewer, or laconic simulate."
         )

@@ -36,7 +36,7 @@ from laconic.tools.planner.probe_data import MACHINE, WORLD, CodecTiming, StepTi
 
 TIMEOUT_S = 120.0
 HOST_BYTES = 256
-"""Of the text that tells hosts apart."""
+"""Of the text that names a host."""
 SIZES, SMALLEST_BYTES, MOST_BYTES = 6, 1 << 10, 32 << 20
 """How many sizes of a collective are measured, the smallest payload, and what a worker sends at most."""
 COLLECTIVE_REPEATS, COLLECTIVE_S = (3, 10), 0.5

@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, inf
 
+import torch
 from torch import Tensor
 
+from laconic.checks.agreement import both_ends
 from laconic.checks.headers import Header
 from laconic.cost import cycle_of, planned
-from laconic.exchange import State
+from laconic.exchange import State, level_name
 from laconic.ledger import Entry, wire_bytes
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Never, Payload, Streaming, Sync, level_name
+from laconic.plans.schedules import Never, Payload, Streaming, Sync
 from laconic.tools.planner.front import Measured, measured
 from laconic.tools.planner.network import NetworkTimes
 from laconic.tools.planner.shapes import Shapes
@@ -23,8 +25,8 @@ from laconic.tools.planner.timeline import Message, Timeline, released_s, timeli
 
 HEADER_BYTES = Header(step=0, plan="").summary().nbytes
 """What workers send each other before weights, and without DDP before gradients."""
-DIGEST_BYTES = 16
-"""With what they compare their weights after a round: both ends of a digest (`checks/divergence.py`)."""
+DIGEST_BYTES = both_ends(torch.zeros((), dtype=torch.int64)).nbytes
+"""With what they compare their weights after a round: both ends of a digest."""
 SECONDS_A_DAY = 86_400
 
 

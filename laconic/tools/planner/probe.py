@@ -23,13 +23,14 @@ from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never
 from laconic.plans.text import plan as parse_plan
 from laconic.tools.compare.running import launch
-from laconic.tools.compare.settings import Script, Settings
+from laconic.tools.compare.runs import Goal, TrainingRun
 from laconic.tools.errors import UsageError, check_positive
+from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import loss_of, make_task
 from laconic.tools.launch.failures import WorkerError
 from laconic.tools.launch.folders import run_folder
 from laconic.tools.launch.tail import following
-from laconic.tools.launch.workers import Network, python, run_workers
+from laconic.tools.launch.workers import WorkerNetwork, python, run_workers
 from laconic.tools.machine import versions
 from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.measure import Meter, devices, time_codec, time_collective, time_step
@@ -149,7 +150,7 @@ def load_model(
 ) -> tuple[str, nn.Module, Callable[[], Tensor] | None]:
     """Make the lab's model, or that of "module:function"; with a function of its next loss, if there is one."""
     if name is None:
-        task, steps = make_task(Settings(plan="ddp()")), count(1)
+        task, steps = make_task(Lab()), count(1)
         model = task.model.to(device)
 
         def loss() -> Tensor:
@@ -158,10 +159,11 @@ def load_model(
 
         return "the lab's gpt", model, loss
     try:
-        with users_function(name) as make, torch.device(device):
-            made = make()
+        make = users_function(name)
     except (ImportError, AttributeError) as error:
         raise UsageError(f"--model {name}: {error}. Write module:function. {RULE}.") from error
+    with torch.device(device):
+        made = make()
     users_model, users_loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(users_model, nn.Module) or not (users_loss is None or callable(users_loss)):
         raise UsageError(f"--model {name}: it returned {type(made).__name__}. {RULE}.")
@@ -171,7 +173,7 @@ def load_model(
 # 2. On workers that are started here.
 
 
-def launch_probe(options: ProbeOptions, workers: int, network: Network, show: Show) -> Probe:
+def launch_probe(options: ProbeOptions, workers: int, network: WorkerNetwork, show: Show) -> Probe:
     """Start workers, on hosts of their own if there is a link, and return what they have measured."""
     given = asdict(replace(options, plans=())) | {"plans": [repr(plan) for plan in options.plans]}
     with run_folder() as folder:
@@ -181,15 +183,15 @@ def launch_probe(options: ProbeOptions, workers: int, network: Network, show: Sh
         return Probe.read(folder / "probe.json")
 
 
-def script_step(script: Script, network: Network) -> StepTiming:
+def script_step(run: TrainingRun, network: WorkerNetwork) -> StepTiming:
     """Run a user's script, whose plan is alone(), for a few steps, and return the seconds of worker 0's."""
     with run_folder() as folder:
-        points = launch(replace(script, steps=STEPS, seconds=STEPS_S), folder, network).curve
+        points = launch(replace(run, goal=Goal(STEPS, STEPS_S)), folder, network).curve
     took = [(b.seconds - a.seconds) / (b.step - a.step) for a, b in pairwise(points[WARM_UP_STEPS:])]
     found = tuple(each for each in took if each > 0)
     if not found:
         raise WorkerError(
-            f"--step-script {script.script}: it ended after {len(points)} reports, and more than {WARM_UP_STEPS + 1} "
+            f"{run.training.title}: it ended after {len(points)} reports, and more than {WARM_UP_STEPS + 1} "
             f"are needed. Let it train for {STEPS} steps."
         )
     return StepTiming(found)

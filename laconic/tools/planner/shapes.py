@@ -6,8 +6,7 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,11 +81,11 @@ def from_count(parameters: int, layers: int | None = None) -> Shapes:
 
 def from_module(place: str) -> Shapes:
     """Build `module:function()` on the meta device, and take its trained parameters."""
-    path, colon, name = place.partition(":")
-    if not colon or not path or not name:
+    if not all(place.partition(":")):
         raise UsageError(f"--model {place}: write module:function, such as train:make_model.")
     try:
-        with users_function(place) as make, torch.device("meta"):
+        make = users_function(place)
+        with torch.device("meta"):
             model = make()
     except Exception as error:
         raise UsageError(
@@ -97,15 +96,13 @@ def from_module(place: str) -> Shapes:
     return Shapes(meta(model))
 
 
-@contextmanager
-def users_function(place: str) -> Iterator[Callable[..., Any]]:
-    """Import "module:function". Modules of the current folder are found too, also by the function in the block."""
+def users_function(place: str) -> Callable[..., Any]:
+    """Import "module:function"; modules of the current folder are found, too, from now on."""
     module, _, name = place.partition(":")
-    sys.path.insert(0, "")
-    try:
-        yield getattr(importlib.import_module(module), name)
-    finally:
-        sys.path.remove("")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def from_file(path: Path) -> Shapes:

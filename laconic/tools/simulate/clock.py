@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.comm.in_process import Collective, Members
 from laconic.plans.schedules import Payload
 from laconic.tools.errors import UsageError
 from laconic.tools.planner.network import NetworkTimes
 from laconic.tools.planner.timeline import Message, released_s
+from laconic.tools.simulate.in_process import Collective, Members
 from laconic.values import is_number
 
 

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from laconic.tools.compare.settings import Settings
 from laconic.tools.errors import UsageError
+from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import loss_of, make_task, validation_loss
 from laconic.tools.planner.shapes import users_function
 
@@ -27,7 +27,7 @@ class SimulatedTask:
     validation: Callable[[nn.Module], float] | None = None
 
 
-def lab_task(settings: Settings) -> SimulatedTask:
+def lab_task(settings: Lab) -> SimulatedTask:
     """Make the lab's task that the settings describe. It reads the data."""
     task = make_task(settings)
     return SimulatedTask(
@@ -42,8 +42,7 @@ def user_task(place: str, seed: int) -> SimulatedTask:
     rule = "It is called without arguments, and returns (model, loss), where loss(model, worker, step) is a tensor."
     try:
         torch.manual_seed(seed)
-        with users_function(place) as make:
-            made = make()
+        made = users_function(place)()
     except Exception as error:
         raise UsageError(f"--model {place}: {type(error).__name__}: {error}. {rule}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):

@@ -23,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from laconic import Ledger, LostWorkerError, Plan, Session, attach
-from laconic.comm.in_process import InProcessGroup, Meetings, Members
-from laconic.comm.ring import ring_sum
 from laconic.plans.schedules import Never, Streaming
 from laconic.tools.errors import UsageError
 from laconic.tools.lab.script import lr_share
 from laconic.tools.machine import usable_cores
 from laconic.tools.simulate.clock import Conditions, TimeUse, VirtualClock
+from laconic.tools.simulate.in_process import InProcessGroup, InProcessWorld, Members
+from laconic.tools.simulate.ring import ring_sum
 from laconic.tools.simulate.tasks import SimulatedTask
 
 
@@ -144,7 +144,7 @@ class Training:
         self.clock = VirtualClock(run.workers, run.conditions, overlap=not run.failures, delay=delay)
         self.models = [self.task.model, *(deepcopy(self.task.model) for _ in range(1, run.workers))]
         at_once = max(1, cores // self.threads)
-        self._meetings = Meetings(run.workers, at_once, served=self.clock.served)
+        self._world = InProcessWorld(run.workers, at_once, served=self.clock.served)
         self._ledgers = [Ledger(keep=0) for _ in range(run.workers)]
         self._lost_at = {each.worker: each.step for each in run.failures}
         self._ended: dict[int, dict[int, tuple[float, float, int]]] = {}
@@ -156,7 +156,7 @@ class Training:
     @property
     def alive(self) -> Members:
         """The workers that were not lost."""
-        return self._meetings.alive
+        return self._world.alive
 
     def steps(self) -> Iterator[SimulatedStep]:
         """Train, and yield each step when all workers have ended it. Steps that a fault undoes come again."""
@@ -168,13 +168,13 @@ class Training:
                 for _ in threads:
                     yield from iter(self._done.get, None)
             except BaseException as error:  # a signal, or a reader that has left: no thread may go on
-                self._meetings.fail(error)
+                self._world.fail(error)
                 raise
             finally:
                 for thread in threads:
                     thread.join()
-        if self._meetings.error is not None:
-            raise self._meetings.error
+        if self._world.error is not None:
+            raise self._world.error
 
     def validation_loss(self) -> float | None:
         """Return the validation loss of the mean of the weights; of workers that never synchronise, the mean loss."""
@@ -209,26 +209,26 @@ class Training:
 
     def _work(self, worker: int) -> None:
         try:
-            with self._meetings.working(worker):
+            with self._world.working(worker):
                 self._train(worker)
         except BaseException:
-            if self._meetings.error is None:
+            if self._world.error is None:
                 raise
         finally:
             self._done.put(None)
 
     def _train(self, worker: int) -> None:
-        run, group = self.run, self._meetings.group(worker)
+        run, group = self.run, self._world.group(worker)
         model = self.models[worker]
         if not run.failures:  # a DDP model cannot leave its group
             model = DistributedDataParallel(model, process_group=group, bucket_cap_mb=run.bucket_mb)
         optimizer = AdamW(model.parameters(), lr=run.lr, betas=(0.9, 0.95), weight_decay=0.01)
         session = attach(run.plan, model, optimizer, group=group, ledger=self._ledgers[worker])
-        self._meetings.barrier(worker)  # sessions are listed in one place: no worker changes the list while others step
+        self._world.barrier(worker)  # sessions are listed in one place: no worker changes the list while others step
         commits = _Commits(run, session, model, optimizer)
         while session.step < run.steps:
             if session.step + 1 == self._lost_at.get(worker):
-                self._meetings.lose(worker)
+                self._world.lose(worker)
                 return
             try:
                 self._step(worker, model, optimizer, session)
@@ -236,7 +236,7 @@ class Training:
                 self._recover(worker, commits)
             else:
                 commits.after_step()
-        self._meetings.barrier(worker)
+        self._world.barrier(worker)
         session.detach()
 
     def _step(self, worker: int, model: nn.Module, optimizer: AdamW, session: Session) -> None:
@@ -270,14 +270,14 @@ class Training:
 
     def _recover(self, worker: int, commits: _Commits) -> None:
         """Go back to the last commit, and go on with the workers that are left."""
-        self._meetings.barrier(worker)
+        self._world.barrier(worker)
         alive = self.alive
         if worker == alive[0]:
             self.clock.rewind(alive, commits.step)
             self._ended.clear()
             self._next = commits.step + 1
-        self._meetings.barrier(worker)
-        commits.restore(self._meetings.group(worker, alive))
+        self._world.barrier(worker)
+        commits.restore(self._world.group(worker, alive))
 
 
 @contextmanager

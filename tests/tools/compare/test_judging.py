@@ -1,4 +1,4 @@
-"""What a plan keeps of what talking gives, and its efficiency: cases computed by hand."""
+"""What a plan keeps of DDP's improvement, and its efficiency: cases computed by hand."""
 
 import json
 import math
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from laconic.tools.compare.export import as_json
-from laconic.tools.compare.judging import efficiency, kept, kept_share, no_better_than_alone, reference
+import laconic
+from laconic.tools.compare.judging import as_json, efficiency, kept, kept_fraction, no_better_than_alone, reference
 from laconic.tools.compare.records import Outcome, Point
 from tests.tools.compare.report.outcomes import DDP as OVER_LINK
 
@@ -15,40 +15,44 @@ NAN = math.nan
 
 
 def after_steps(plan: str, loss: float, steps: int = 50) -> Outcome:
-    return replace(OVER_LINK, plan=plan, loss_final=loss, ended="steps", until_loss=None, link=None, steps=steps)
+    return replace(
+        OVER_LINK, plan=laconic.plan(plan), loss_final=loss, ended="steps", until_loss=None, link=None, steps=steps
+    )
 
 
 def to_target(plan: str, seconds: float, reached: bool = True, without_link: bool = False) -> Outcome:
-    ended = replace(OVER_LINK, plan=plan, seconds=seconds, ended="loss" if reached else "steps", steps=round(seconds))
+    ended = replace(
+        OVER_LINK, plan=laconic.plan(plan), seconds=seconds, ended="loss" if reached else "steps", steps=round(seconds)
+    )
     return replace(ended, without_link=without_link, link=None if without_link else "10mbit", curve=())
 
 
 @pytest.mark.parametrize(
-    ("alone", "plan", "ddp", "share"),
+    ("alone", "plan", "ddp", "fraction"),
     [
         (2.0, 1.7, 1.5, 0.6),
         (2.0, 1.5, 1.5, 1.0),
         (2.0, 1.4, 1.5, 1.2),  # better than ddp()
         (2.0, 2.0, 1.5, 0.0),
         (2.0, 2.5, 1.5, -1.0),
-        (1.5, 1.5, 1.5, None),  # talking gives nothing
-        (1.5, 1.4, 1.6, None),  # it even costs
+        (1.5, 1.5, 1.5, None),  # DDP is no improvement
+        (1.5, 1.4, 1.6, None),  # it is even worse
         (NAN, 1.7, 1.5, None),
         (2.0, 1.7, NAN, None),
         (math.inf, 1.7, 1.5, None),
     ],
 )
-def test_the_share_that_is_kept(alone: float, plan: float, ddp: float, share: float | None) -> None:
-    assert kept_share(alone, plan, ddp) == share
+def test_the_fraction_that_is_kept(alone: float, plan: float, ddp: float, fraction: float | None) -> None:
+    assert kept_fraction(alone, plan, ddp) == fraction
 
 
 def test_a_plan_that_diverged_keeps_nothing_that_can_be_counted() -> None:
-    share = kept_share(2.0, NAN, 1.5)
+    share = kept_fraction(2.0, NAN, 1.5)
     assert share is not None and math.isnan(share)
 
 
 DDP, ALONE = after_steps("ddp()", 1.5), after_steps("alone()", 2.0)
-GOOD, BAD, LOST = after_steps("good()", 1.6), after_steps("bad()", 2.1), after_steps("lost()", NAN)
+GOOD, BAD, LOST = after_steps("diloco()", 1.6), after_steps("quantized_ddp()", 2.1), after_steps("sparse_loco()", NAN)
 
 
 def test_after_the_same_steps() -> None:
@@ -78,17 +82,21 @@ def test_runs_of_different_lengths_are_compared_at_the_last_step_that_all_have()
 
     ddp = validated("ddp()", {5: 2.0, 10: 1.5})
     alone = validated("alone()", {5: 2.5, 10: 2.0, 15: 1.9, 20: 1.5})
-    plan = validated("plan()", {5: 2.4, 10: 1.7, 15: 1.5})
+    plan = validated("frugal()", {5: 2.4, 10: 1.7, 15: 1.5})
     assert kept(plan, [ddp, alone, plan]) == 0.6
-    assert kept(validated("plan()", {7: 1.0}), [ddp, alone]) is None
-    bad = validated("bad()", {5: 2.0, 10: 1.9, 15: 1.95})  # lower than alone at first, and not at the end
+    assert kept(validated("frugal()", {7: 1.0}), [ddp, alone]) is None
+    bad = validated("quantized_ddp()", {5: 2.0, 10: 1.9, 15: 1.95})  # lower than alone at first, and not at the end
     assert no_better_than_alone(bad, [ddp, alone, bad])
 
 
 def test_time_to_a_target_over_a_link() -> None:
     free = to_target("ddp()", 6.0, without_link=True)
     ddp, alone = to_target("ddp()", 240.0), to_target("alone()", 20.0)
-    plan, late, never = to_target("plan()", 10.0), to_target("late()", 20.0), to_target("never()", 9.0, reached=False)
+    plan, late, never = (
+        to_target("frugal()", 10.0),
+        to_target("quantized_ddp()", 20.0),
+        to_target("power_sgd()", 9.0, reached=False),
+    )
     outcomes = [free, ddp, alone, plan, late, never]
     assert reference(outcomes) is ddp
     assert [efficiency(each, outcomes) for each in outcomes] == [1.0, 0.025, 0.3, 0.6, 0.3, 0.0]
@@ -100,12 +108,12 @@ def test_time_to_a_target_over_a_link() -> None:
 def test_where_alone_never_reaches_the_target() -> None:
     ddp, alone = to_target("ddp()", 240.0), to_target("alone()", 20.0, reached=False)
     assert not no_better_than_alone(ddp, [ddp, alone])
-    both = [to_target("plan()", 50.0, reached=False), alone]
+    both = [to_target("frugal()", 50.0, reached=False), alone]
     assert not no_better_than_alone(both[0], both)  # neither does, and they have no step in common
 
 
 def test_without_a_link_ddp_is_its_own_ceiling() -> None:
-    runs = [replace(to_target(plan, seconds), link=None) for plan, seconds in (("ddp()", 6.0), ("plan()", 8.0))]
+    runs = [replace(to_target(plan, seconds), link=None) for plan, seconds in (("ddp()", 6.0), ("frugal()", 8.0))]
     assert [efficiency(each, runs) for each in runs] == [1.0, 0.75]
 
 

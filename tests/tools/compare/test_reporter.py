@@ -17,9 +17,8 @@ from torch.distributed.fsdp import fully_shard
 import laconic
 from laconic.ledger import Ledger
 from laconic.session.observers import VARIABLE
-from laconic.tools.compare.progress import Goal, read_progress
+from laconic.tools.compare.records import about_file, has_ended, read_reports, seconds_file
 from laconic.tools.compare.reporter import (
-    ABOUT,
     CHECKED_EVERY,
     FOLDER,
     CompareReporter,
@@ -27,12 +26,10 @@ from laconic.tools.compare.reporter import (
     TimedLedger,
     control_group,
     from_env,
-    has_ended,
-    read_files,
-    seconds_file,
     write_goal,
 )
 from laconic.tools.compare.running import REPORTER
+from laconic.tools.compare.runs import Goal
 from laconic.tools.launch.links import link
 from tests.workers import run_workers
 
@@ -47,7 +44,7 @@ def test_steps_end_a_run():
 
 
 def test_a_loss_ends_a_run_at_a_check_once_its_mean_is_reached():
-    found = endings(Goal(steps=100, loss=1.0), [3.0] * 8 + [0.5] * 8)
+    found = endings(Goal(steps=100, until_loss=1.0), [3.0] * 8 + [0.5] * 8)
     assert found.index("loss") + 1 == 16  # at step 12 the mean of the last eight is still 1.75
     assert 16 % CHECKED_EVERY == 0
 
@@ -57,15 +54,15 @@ def test_seconds_end_a_run_at_a_check():
 
 
 def test_the_last_step_may_reach_the_loss():
-    assert endings(Goal(steps=1, loss=2.0), [1.5]) == ["loss"]
+    assert endings(Goal(steps=1, until_loss=2.0), [1.5]) == ["loss"]
 
 
 def test_nan_does_not_reach_a_loss():
-    assert endings(Goal(steps=1, loss=2.0), [float("nan")]) == ["steps"]
+    assert endings(Goal(steps=1, until_loss=2.0), [float("nan")]) == ["steps"]
 
 
 def test_a_validation_loss_decides_where_there_is_one():
-    check = StopCheck(Goal(steps=100, loss=1.0), control=None)
+    check = StopCheck(Goal(steps=100, until_loss=1.0), control=None)
     check.validates = True
     assert [check(step, 0.1, 0.0, None) for step in range(1, 9)] == [""] * 8  # the training loss is low
     assert check(9, 0.1, 0.0, 1.1) == ""
@@ -74,7 +71,7 @@ def test_a_validation_loss_decides_where_there_is_one():
 
 
 def stop_together(worker: int) -> int:
-    check = StopCheck(Goal(steps=100, loss=1.5), control_group(dist.group.WORLD))
+    check = StopCheck(Goal(steps=100, until_loss=1.5), control_group(dist.group.WORLD))
     return next(step for step in range(1, 101) if check(step, 1.0 if worker == 0 else 1.0 + 10 / step, 0.0))
 
 
@@ -143,11 +140,11 @@ def test_a_computed_link_moves_the_clock(tmp_path):
         session.ledger.record("all_reduce", 1_000_000, 2, phase="gradient")
         assert not session.report(loss=torch.tensor(1.0), tokens=8)
         assert not has_ended(tmp_path, worker=0)
-        [report] = read_progress(tmp_path, worker=0)
+        [report] = read_reports(tmp_path, worker=0)
     assert 1000.0 <= report.seconds < 1100.0
-    assert (report.wire_bytes, report.sent_bytes, report.level_bytes) == (1_000_000, 1_000_000, {"world": 1_000_000})
-    assert report.link_s == pytest.approx(1000.0)
-    assert report.communication_s == pytest.approx(1000.0)
+    assert (report.wire_bytes, report.level_bytes) == (1_000_000, {"world": 1_000_000})
+    assert report.link_seconds == pytest.approx(1000.0)
+    assert report.communication_seconds == pytest.approx(1000.0)
     assert report.framing_bytes > 0
 
 
@@ -159,16 +156,15 @@ def reported_training(worker: int, folder: str) -> int:
 def test_each_worker_reports_its_steps_and_stops_at_the_goal(tmp_path: Path):
     write_goal(tmp_path, Goal(steps=6), computed=link("8mbit", workers=2))
     assert run_workers(reported_training, workers=2, args=(str(tmp_path),)) == [6, 6]
-    assert json.loads((tmp_path / ABOUT).read_text()) == {"plan": "post_local_sgd(period=2)", "parameters": 72}
-    assert str(Path(__file__).absolute()) in read_files(tmp_path)
+    assert json.loads(about_file(tmp_path).read_text()) == {"plan": "post_local_sgd(period=2)", "parameters": 72}
     for worker in (0, 1):
         assert has_ended(tmp_path, worker)
-        reports = read_progress(tmp_path, worker)
+        reports = read_reports(tmp_path, worker)
         assert [progress.step for progress in reports] == [1, 2, 3, 4, 5, 6]
         assert [progress.worker for progress in reports] == [worker] * 6
         assert reports[-1].ended == "steps"
-        assert 0 < reports[-1].sent_bytes - 3 * 72 * 4 < 300  # and what workers check about each other
-        assert reports[-1].link_s > 0
+        assert 0 < reports[-1].wire_bytes - 3 * 72 * 4 < 300  # and what workers check about each other
+        assert reports[-1].link_seconds > 0
         doubles = seconds_file(tmp_path, worker).stat().st_size / 8  # one for each collective
         assert doubles == 3 + 3 + 3 * 2  # rounds; at attach; a header before and a digest after each round
 
@@ -181,7 +177,7 @@ def guarded_training(worker: int, folder: str) -> int:
 def test_what_a_guard_measures_is_in_the_progress(tmp_path: Path):
     write_goal(tmp_path, Goal(steps=4), computed=None)
     run_workers(guarded_training, workers=2, args=(str(tmp_path),))
-    first, other = (read_progress(tmp_path, worker) for worker in (0, 1))
+    first, other = (read_reports(tmp_path, worker) for worker in (0, 1))
     assert [each.residual is None for each in first] == [True, False, False, False]
     assert [(each.residual, each.agreement) for each in first] == [(each.residual, each.agreement) for each in other]
     assert first[-1].agreement == pytest.approx(1.0)  # all workers have the same data
@@ -203,8 +199,25 @@ def sharded_training(worker: int, folder: str) -> tuple[int, int]:
 
 
 def test_all_workers_of_a_sharded_model_stop_together(tmp_path):
-    write_goal(tmp_path, Goal(steps=8, loss=1.0), computed=None)
+    write_goal(tmp_path, Goal(steps=8, until_loss=1.0), computed=None)
     assert run_workers(sharded_training, workers=4, args=(str(tmp_path),)) == [(8, 2)] * 4
-    lasts = [read_progress(tmp_path, worker)[-1] for worker in range(4)]
+    lasts = [read_reports(tmp_path, worker)[-1] for worker in range(4)]
     assert {last.ended for last in lasts} == {"steps"}
-    assert json.loads((tmp_path / ABOUT).read_text())["parameters"] == 72
+    assert json.loads(about_file(tmp_path).read_text())["parameters"] == 72
+
+
+def test_reports_before_the_first_step_and_after_the_end_have_validation_losses_only(tmp_path):
+    write_goal(tmp_path, Goal(steps=2, validate_every=1), computed=None)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with laconic.attach(laconic.ddp(), model, optimizer) as session:
+        session.observe(CompareReporter(tmp_path))
+        assert not session.report(loss=9.0, validation=5.0)
+        for step in (1, 2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            assert session.report(loss=1.0, tokens=4, validation=lambda: 3.0) == (step == 2)
+        assert session.report(loss=1.0, validation=lambda: 2.5)
+    reports = read_reports(tmp_path, worker=0)
+    assert [(report.step, report.validation) for report in reports] == [(0, 5.0), (1, 3.0), (2, 2.5)]
+    assert (reports[-1].ended, reports[-1].tokens) == ("steps", 8)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
-from laconic.tools.compare.progress import Goal, read_progress
-from laconic.tools.compare.records import validation_points
+from laconic.tools.compare.records import read_reports, validation_points
 from laconic.tools.compare.reporter import CompareReporter, control_group, write_goal
+from laconic.tools.compare.runs import Goal
 from laconic.tools.compare.validating import Validator, mean_over, mean_weights
 from tests.session.models import weights
 from tests.workers import run_workers
@@ -115,7 +115,7 @@ def test_training_does_not_notice(tmp_path: Path) -> None:
     for found in run_workers(_trained, 2, (str(tmp_path),)):
         assert all(torch.equal(quiet, watched) for quiet, watched in found)
     for index, text in enumerate(WATCHED):
-        reports = [read_progress(tmp_path / str(index), worker) for worker in range(2)]
+        reports = [read_reports(tmp_path / str(index), worker) for worker in range(2)]
         points = validation_points(reports[0])
         # not while a fragment is in flight, after step 3
         assert [point.step for point in points] == ([4, 6] if "streaming" in text else [3, 6])

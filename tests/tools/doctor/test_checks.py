@@ -30,35 +30,37 @@ def test_every_finding_of_this_machine_is_complete():
     assert {"versions", "gloo", "devices", "open files", "shared memory", "threads"} <= {each.name for each in found}
     for each in found:
         assert each.found
-        assert bool(each.why) == bool(each.way_out) == (each.verdict != "ok")
+        assert bool(each.why) == bool(each.way_out) == (each.severity != "ok")
 
 
 class TestVersions:
-    @pytest.mark.parametrize(("torch", "verdict"), [("2.13.0+cpu", "ok"), ("2.9.1", "problem"), ("3.0.0a0", "warning")])
-    def test_ranges(self, torch, verdict):
-        assert machine.check_versions(HERE | {"torch": torch}).verdict == verdict
+    @pytest.mark.parametrize(
+        ("torch", "severity"), [("2.13.0+cpu", "ok"), ("2.9.1", "problem"), ("3.0.0a0", "warning")]
+    )
+    def test_ranges(self, torch, severity):
+        assert machine.check_versions(HERE | {"torch": torch}).severity == severity
 
     def test_the_range_is_that_of_the_package(self):
         assert f"torch<{machine.NEXT_TORCH},>={machine.TORCH}" in (requires("laconic") or [])
-        assert machine.check_versions(versions()).verdict == "ok"
+        assert machine.check_versions(versions()).severity == "ok"
 
     def test_workers_differ(self):
-        assert machine.compare_versions([HERE] * 3)[0].verdict == "ok"
+        assert machine.compare_versions([HERE] * 3)[0].severity == "ok"
         [found] = machine.compare_versions([HERE, HERE | {"torch": "2.12.0"}, HERE])
-        assert found.verdict == "problem"
+        assert found.severity == "problem"
         assert found.found == "torch 2.12.0 on worker 1, 2.13.0+cpu on the others"
         assert found.way_out == "Install the same torch on all hosts."
         [found] = machine.compare_versions([HERE, HERE, HERE | {"python": "3.11.0"}])
-        assert found.verdict == "warning"
+        assert found.severity == "warning"
 
 
 class TestBackends:
     def test_gloo(self):
-        assert machine.check_gloo(True, False).verdict == "ok"
-        assert machine.check_gloo(False, False).verdict == "problem"
+        assert machine.check_gloo(True, False).severity == "ok"
+        assert machine.check_gloo(False, False).severity == "problem"
 
     @pytest.mark.parametrize(
-        ("devices", "nccl", "cuda_built", "verdict"),
+        ("devices", "nccl", "cuda_built", "severity"),
         [
             ([], False, False, "ok"),
             ([], True, True, "warning"),
@@ -67,13 +69,13 @@ class TestBackends:
             (["H100", "H100"], False, True, "warning"),
         ],
     )
-    def test_devices(self, devices, nccl, cuda_built, verdict):
-        assert machine.check_devices(devices, nccl, cuda_built, local_workers=2).verdict == verdict
+    def test_devices(self, devices, nccl, cuda_built, severity):
+        assert machine.check_devices(devices, nccl, cuda_built, local_workers=2).severity == severity
 
 
 class TestAddresses:
     @pytest.mark.parametrize(
-        ("address", "several", "verdict", "words"),
+        ("address", "several", "severity", "words"),
         [
             ("10.0.0.7", True, "ok", "the one with 10.0.0.7, to which this host's name, node7, resolves"),
             ("127.0.1.1", True, "problem", "this host's name, node7, resolves to 127.0.1.1"),
@@ -81,15 +83,15 @@ class TestAddresses:
             (None, True, "problem", "resolves to no address of this host"),
         ],
     )
-    def test_the_address_that_gloo_announces(self, address, several, verdict, words):
+    def test_the_address_that_gloo_announces(self, address, several, severity, words):
         found = machine.check_host_name("node7", address, INTERFACES, several)
-        assert (found.name, found.verdict) == ("gloo's interface", verdict)
+        assert (found.name, found.severity) == ("gloo's interface", severity)
         assert words in found.found
-        if verdict != "ok":
+        if severity != "ok":
             assert "Set GLOO_SOCKET_IFNAME to the interface that joins the hosts (eth0, wg0)." in found.way_out
 
     @pytest.mark.parametrize(
-        ("name", "several", "verdict"),
+        ("name", "several", "severity"),
         [
             ("eth0", True, "ok"),
             ("lo", True, "problem"),
@@ -98,11 +100,11 @@ class TestAddresses:
             ("ib0", False, "problem"),
         ],
     )
-    def test_the_chosen_interface(self, name, several, verdict):
-        assert machine.check_interface(name, INTERFACES, several).verdict == verdict
+    def test_the_chosen_interface(self, name, several, severity):
+        assert machine.check_interface(name, INTERFACES, several).severity == severity
 
     @pytest.mark.parametrize(
-        ("addresses", "several", "verdict"),
+        ("addresses", "several", "severity"),
         [
             (["10.0.0.1"], True, "ok"),
             (["127.0.0.1"], True, "problem"),
@@ -110,14 +112,14 @@ class TestAddresses:
             ([], True, "problem"),
         ],
     )
-    def test_the_master_address(self, addresses, several, verdict):
+    def test_the_master_address(self, addresses, several, severity):
         found = machine.check_master("node0", addresses, "29500", several)
-        assert (found.name, found.verdict) == ("master address", verdict)
+        assert (found.name, found.severity) == ("master address", severity)
         assert "MASTER_ADDR=node0" in found.found
 
     def test_the_real_machine(self):
         environ = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "localhost"}
-        assert [each.verdict for each in machine.check_addresses(environ, several_hosts=False)] == ["ok", "ok"]
+        assert [each.severity for each in machine.check_addresses(environ, several_hosts=False)] == ["ok", "ok"]
         assert machine.own_address("no-such-host.invalid") is None
         assert machine.own_address("127.0.0.1") == "127.0.0.1"
         assert machine.own_address("203.0.113.9") is None
@@ -125,21 +127,21 @@ class TestAddresses:
 
 class TestLimits:
     def test_open_files(self):
-        assert machine.check_files(None, 500).verdict == "ok"
-        assert machine.check_files(1024, 4).verdict == "ok"
+        assert machine.check_files(None, 500).severity == "ok"
+        assert machine.check_files(1024, 4).severity == "ok"
         found = machine.check_files(256, 4)
-        assert (found.verdict, found.way_out) == ("warning", "Run ulimit -n 65536 before the run.")
-        assert machine.check_files(1024, 100).verdict == "warning"
+        assert (found.severity, found.way_out) == ("warning", "Run ulimit -n 65536 before the run.")
+        assert machine.check_files(1024, 100).severity == "warning"
 
     def test_shared_memory(self):
-        assert machine.check_shared(None).verdict == "ok"
-        assert machine.check_shared(8 * 2**30).verdict == "ok"
+        assert machine.check_shared(None).severity == "ok"
+        assert machine.check_shared(8 * 2**30).severity == "ok"
         found = machine.check_shared(64 * 2**20)
-        assert (found.verdict, found.found) == ("warning", "/dev/shm has 64 MiB")
+        assert (found.severity, found.found) == ("warning", "/dev/shm has 64 MiB")
         assert "--shm-size" in found.way_out
 
     @pytest.mark.parametrize(
-        ("environ", "workers", "quota", "verdict", "words"),
+        ("environ", "workers", "quota", "severity", "words"),
         [
             ({"OMP_NUM_THREADS": "2"}, 4, None, "ok", ""),
             ({}, 1, None, "ok", ""),
@@ -149,9 +151,9 @@ class TestLimits:
             ({"OMP_NUM_THREADS": "2"}, 2, 2.0, "warning", "Set OMP_NUM_THREADS=1."),
         ],
     )
-    def test_threads(self, environ, workers, quota, verdict, words):
+    def test_threads(self, environ, workers, quota, severity, words):
         found = machine.check_threads(environ, workers, 8, quota)
-        assert found.verdict == verdict
+        assert found.severity == severity
         assert words in found.way_out
 
 
@@ -162,7 +164,7 @@ class TestData:
 
     def test_a_copy_is_the_same(self, folder, tmp_path):
         copy = write(tmp_path / "copy", a="aaaa", sub__b="b" * 20_000)
-        assert data.compare_data([data.summarize(folder), data.summarize(copy)]).verdict == "ok"
+        assert data.compare_data([data.summarize(folder), data.summarize(copy)]).severity == "ok"
         assert data.check_data(folder)[0].found == f"{folder}: 2 files, 20,004 bytes"
         assert data.summarize(folder / "a")["number of files"] == "1"
 
@@ -174,7 +176,7 @@ class TestData:
         before = data.summarize(folder)
         write(folder, **{name: text})
         found = data.compare_data([before, before, data.summarize(folder)])
-        assert (found.verdict, found.found) == ("problem", f"worker 2: not the same {part} as on the other workers")
+        assert (found.severity, found.found) == ("problem", f"worker 2: not the same {part} as on the other workers")
 
     def test_another_name(self, folder):
         before = data.summarize(folder)
@@ -183,17 +185,17 @@ class TestData:
 
     def test_nothing_there(self, tmp_path):
         found, summary = data.check_data(tmp_path / "none")
-        assert (found.verdict, summary) == ("problem", {})
+        assert (found.severity, summary) == ("problem", {})
         assert "No such file" in found.found
-        assert data.check_data(tmp_path)[0].verdict == "problem"
+        assert data.check_data(tmp_path)[0].severity == "problem"
 
 
 class TestLinks:
     def test_one_slow_link(self):
-        assert check_links([(0.001, 1e9)] * 4).verdict == "ok"
-        assert check_links([(0.001, 1e11)] * 4 + [(0.001, 2e9)]).verdict == "ok", "too fast to compare"
+        assert check_links([(0.001, 1e9)] * 4).severity == "ok"
+        assert check_links([(0.001, 1e11)] * 4 + [(0.001, 2e9)]).severity == "ok", "too fast to compare"
         found = check_links([(0.001, 1e9), (0.001, 1e9), (0.2, 1e7), (0.001, 1e9)])
-        assert found.verdict == "warning"
+        assert found.severity == "warning"
         assert "slowest link 2-3 (10mbit, 200 ms)" in found.found
 
 

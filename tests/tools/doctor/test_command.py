@@ -31,7 +31,7 @@ def test_this_machine(here, tmp_path):
     ended = here("doctor", "--json", str(path), "--data", str(tmp_path))
     found = json.loads(path.read_text())
     assert {"versions", "gloo", "gloo's interface", "open files", "threads"} <= {f["name"] for f in found["findings"]}
-    assert set(found["findings"][0]) == {"name", "verdict", "found", "why", "way_out", "workers"}
+    assert set(found["findings"][0]) == {"name", "severity", "found", "why", "way_out", "workers"}
     assert set(found["versions"]) == {"laconic", "torch", "python"}
     assert ended.code == int(not found["ok"]) == 1
     assert f"problem: data: --data {tmp_path}: the folder has no files\n    This worker has nothing" in ended.out
@@ -93,10 +93,10 @@ def test_a_killed_worker_and_the_error_of_the_other(here, tmp_path):
     given = ["--script", str(script), "--workers", "2", "--seconds", "60", "--json", str(path)]
     ended = here("doctor", "--inject", "kill:1@3", "--inject", "nan:0@99", *given, "--", "20")
     found = {each["name"]: each for each in json.loads(path.read_text())["findings"]}
-    assert found["fault kill:1@3"]["verdict"] == "ok"
+    assert found["fault kill:1@3"]["severity"] == "ok"
     assert found["fault nan:0@99"]["found"] == "not injected: worker 0 did not reach step 99"
     assert found["worker 1"]["found"] == "killed by SIGKILL, as the fault demands"
-    assert found["worker 0"]["verdict"] == "ok", found["worker 0"]
+    assert found["worker 0"]["severity"] == "ok", found["worker 0"]
     assert re.search(r"\d s after the fault: [\w.]*LostWorkerError: step 3", found["worker 0"]["found"])
     assert ended.code == 1  # a fault was not injected
 
@@ -135,4 +135,4 @@ def test_faults_of_a_model_with_batch_norm_under_ddp_are_named_by_all_survivors(
     assert found[f"fault {inject}"]["found"] == "injected"
     for survivor in ("worker 0", "worker 2"):
         assert re.search(words, found[survivor]["found"]), found
-        assert found[survivor]["verdict"] == "ok"
+        assert found[survivor]["severity"] == "ok"

@@ -63,12 +63,12 @@ class TestFindings:
             WorkerExit(2, -9, (), "stopped, and killed when all other workers had ended"),
         ]
         first, second, third = (check_exit(each, INJECTED, 60.0) for each in exits)
-        assert (first.verdict, first.found) == (
+        assert (first.severity, first.found) == (
             "ok",
             "exit code 1, 3.50 s after the fault: LostWorkerError: gone Go on",
         )
-        assert second.verdict == "warning"
-        assert third.verdict == "ok"
+        assert second.severity == "warning"
+        assert third.severity == "ok"
         assert third.found == "stopped, and killed when all other workers had ended, as the fault demands"
 
     def test_a_worker_that_hung_and_one_that_only_logged(self):
@@ -78,9 +78,9 @@ class TestFindings:
             WorkerExit(2, 0, ()),
         ]
         hung, logged, silent = (check_exit(each, INJECTED, 60.0) for each in exits)
-        assert hung.verdict == "problem"
+        assert hung.severity == "problem"
         assert logged.found == "exit code 0; it logged, 0.50 s after the fault: step 3: worker 2"
-        assert (silent.verdict, silent.found) == ("ok", "exit code 0")
+        assert (silent.severity, silent.found) == ("ok", "exit code 0")
 
     @pytest.mark.parametrize(
         ("timeout_s", "why", "way_out"),
@@ -102,14 +102,14 @@ class TestFindings:
 
     def test_faults_that_were_injected_and_not(self):
         done, missed = check_injected(RUN, INJECTED[:1])
-        assert (done.verdict, missed.verdict) == ("ok", "problem")
+        assert (done.severity, missed.severity) == ("ok", "problem")
 
     def test_handshakes(self):
         line = (1.0, "attach: the first weights of workers [1] are not those of the others")
         well = [WorkerExit(worker, 0, (line,), plan="ddp()") for worker in range(2)]
         fine, caution = check_handshake(well)
-        assert (fine.verdict, caution.verdict, caution.way_out) == ("ok", "warning", "Seed all workers alike.")
-        assert check_handshake([well[0], WorkerExit(1, 0, plan="qsr()")])[0].verdict == "problem"
+        assert (fine.severity, caution.severity, caution.way_out) == ("ok", "warning", "Seed all workers alike.")
+        assert check_handshake([well[0], WorkerExit(1, 0, plan="qsr()")])[0].severity == "problem"
         [found] = check_handshake([WorkerExit(0, 0), WorkerExit(1, 0)])
         assert found.found == "workers 0, 1 ended without laconic.attach"
         [found] = check_handshake([WorkerExit(0, 1, ((1.0, "NameError: x"),)), well[1]])

@@ -32,14 +32,14 @@ def _check(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("other", "verdict", "words"),
+    ("other", "severity", "words"),
     [
         (0, "ok", "all 2 workers attached ddp(), with the same parameters and versions"),
         (1, "problem", "DisagreementError: the workers disagree about what is attached: "),
     ],
     ids=["alike", "another model on worker 1"],
 )
-def test_two_workers_and_a_script(tmp_path, other, verdict, words):
+def test_two_workers_and_a_script(tmp_path, other, severity, words):
     script = tmp_path / "train.py"
     script.write_text(ATTACH.format(other=other))
     args = (2, free_port(), Path(__file__), ScriptRun(script, workers=2, limit_s=60), 30)
@@ -49,8 +49,8 @@ def test_two_workers_and_a_script(tmp_path, other, verdict, words):
     assert by_name["workers"].found == "all 2 workers answer, on 1 host"
     assert "links" in by_name
     for name in ("versions", "same versions", "same data", "connections", "master address"):
-        assert by_name[name].verdict == "ok", by_name[name]
-    assert by_name["script"].verdict == verdict
+        assert by_name[name].severity == "ok", by_name[name]
+    assert by_name["script"].severity == severity
     assert words in by_name["script"].found
 
 
@@ -63,7 +63,7 @@ def test_one_worker_alone():
 def test_a_worker_that_does_not_answer():
     [(findings, shows)] = run_workers(_check, 1, (2, free_port(), None, None, 1), group=False)
     assert shows
-    assert (findings[0].verdict, findings[0].found) == ("problem", "worker 1 did not respond")
+    assert (findings[0].severity, findings[0].found) == ("problem", "worker 1 did not respond")
     assert "connections" not in {each.name for each in findings}
 
 
@@ -73,7 +73,7 @@ def test_no_store_at_the_master_address(monkeypatch):
         monkeypatch.setenv(name, value)
     findings, shows = check_as_worker(timeout_s=0.5)
     assert shows
-    assert findings[-1].verdict == "problem"
+    assert findings[-1].severity == "problem"
     assert "worker 1 cannot reach the store at 127.0.0.1:" in findings[-1].found
 
 

@@ -8,9 +8,9 @@ import numpy
 import pytest
 import torch
 
-from laconic.tools.compare.settings import Settings
 from laconic.tools.errors import UsageError
 from laconic.tools.lab import digits
+from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import loss_of, make_task, validation_loss
 
 
@@ -44,7 +44,7 @@ def test_split_and_ranges(embedded_digits):
 
 
 def test_the_resnet_learns_them(embedded_digits):
-    task = make_task(Settings(plan="ddp()", model="resnet", layers=1, width=8, batch=16))
+    task = make_task(Lab(model="resnet", layers=1, width=8, batch=16))
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-2)
     start = validation_loss(task.model, task.validation)
     for step in range(30):

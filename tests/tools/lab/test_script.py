@@ -1,21 +1,22 @@
 """The lab's script: its learning rate, and one worker from start to end in this process."""
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from laconic.tools.compare.progress import read_progress
-from laconic.tools.compare.records import Outcome, read_outcome
+import laconic
+from laconic.tools.compare.records import Outcome, read_outcome, read_reports
 from laconic.tools.compare.reporter import write_goal
 from laconic.tools.compare.running import report_variables
-from laconic.tools.compare.settings import Settings
+from laconic.tools.compare.runs import Goal, TrainingRun
 from laconic.tools.lab.script import lr_share, main
+from laconic.tools.lab.settings import Lab
 from laconic.tools.launch.workers import variables
 
-TINY = Settings(plan="ddp()", workers=1, steps=6, layers=1, width=16, heads=1, context=16)
+LAB = Lab(layers=1, width=16, context=16)
+TINY = TrainingRun(laconic.ddp(), LAB, workers=1, goal=Goal(steps=6))
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def run(folder: Path) -> Outcome:
     folder.mkdir()
     write_goal(folder, TINY.goal, computed=None)
     with variables(report_variables(TINY, folder)):
-        main(TINY.arguments(folder))
+        main(LAB.arguments(6))
     return read_outcome(TINY, folder)
 
 
@@ -45,9 +46,9 @@ def test_the_learning_rate_rises_then_falls_and_is_never_zero(steps):
 
 def test_a_world_of_one_trains_and_reports_each_step(alone, tmp_path):
     outcome = run(tmp_path / "run")
-    reports = read_progress(tmp_path / "run", worker=0)
-    assert [progress.step for progress in reports] == [1, 2, 3, 4, 5, 6]
-    assert reports[-1].sent_bytes == outcome.sent_bytes
+    reports = read_reports(tmp_path / "run", worker=0)
+    assert [report.step for report in reports] == [0, 1, 2, 3, 4, 5, 6]
+    assert reports[-1].wire_bytes == outcome.wire_bytes
     assert (outcome.model, outcome.loss_of) == ("gpt", "validation")
     assert math.isfinite(outcome.loss_final)
     assert outcome.loss_final < outcome.loss_start
@@ -60,10 +61,7 @@ def test_the_same_seed_gives_the_same_losses(alone, tmp_path):
     assert [point.loss for point in one.curve] == [point.loss for point in two.curve]
 
 
-def test_it_is_an_ordinary_script(alone, tmp_path, monkeypatch):
+def test_it_is_an_ordinary_script(alone, monkeypatch):
     """Without `laconic compare`, it trains with ddp() and does not report."""
     monkeypatch.delenv("LACONIC_PLAN", raising=False)
-    losses = tmp_path / "losses.json"
-    small = ["--layers=1", "--width=16", "--heads=1", "--context=16"]
-    main(["--steps=2", *small, f"--losses={losses}"])
-    assert set(json.loads(losses.read_text())) == {"loss_start", "loss_final"}
+    main(["--steps=2", "--layers=1", "--width=16", "--context=16"])

@@ -12,17 +12,32 @@ from pathlib import Path
 
 import pytest
 
+import laconic
 from laconic.session.observers import VARIABLE
 from laconic.tools.compare.running import REPORTER, launch, report_variables
-from laconic.tools.compare.settings import Script, Settings
+from laconic.tools.compare.runs import Goal, Script, TrainingRun
 from laconic.tools.errors import UsageError
+from laconic.tools.lab.settings import Lab
 from laconic.tools.launch.failures import SHOWN_LINES, WorkerError, last_error, last_traceback, reason
 from laconic.tools.launch.workers import Stopped, stoppable, worker_environ
 from tests.tools.launch.processes import descendants, eventually, running
 
 ROOT = Path(__file__).parents[2]
-TINY = Settings(plan="ddp()", workers=2, steps=3, layers=1, width=16, heads=1, context=16)
-LONG = ["train", "--workers", "2", "--steps", "100000", "--layers", "1", "--width", "16", "--heads", "1"]
+TINY = TrainingRun(laconic.ddp(), Lab(layers=1, width=16, context=16), workers=2, goal=Goal(steps=3))
+LONG = [
+    "compare",
+    "--no-baselines",
+    "--plan",
+    "ddp()",
+    "--workers",
+    "2",
+    "--steps",
+    "100000",
+    "--layers",
+    "1",
+    "--width",
+    "16",
+]
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc to find processes")
 
@@ -35,12 +50,12 @@ def _own_temporary_folder(tmp_path_factory, monkeypatch) -> None:
 
 @pytest.fixture
 def training() -> Iterator[subprocess.Popen[str]]:
-    """A `laconic train` that has begun to train and would go on for hours."""
+    """A `laconic compare` that has begun to train and would go on for hours."""
     command = [sys.executable, "-m", "laconic", *LONG]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline().startswith("worker ")
+            assert process.stdout.readline().startswith("ddp() step=")
             yield process
         finally:
             process.kill()
@@ -54,10 +69,9 @@ def script(tmp_path: Path) -> Path:
 def test_a_run_ends_with_an_outcome_and_no_processes(tmp_path):
     before, environ = descendants(os.getpid()), dict(os.environ)
     outcome = launch(TINY, tmp_path)
-    assert (outcome.plan, outcome.steps, outcome.workers) == ("ddp()", 3, 2)
-    assert outcome.sent_bytes == 3 * 4 * outcome.parameters + 48  # 48 for the handshake
+    assert (outcome.plan, outcome.steps, outcome.workers) == (laconic.ddp(), 3, 2)
+    assert outcome.wire_bytes == 3 * 4 * outcome.parameters + 48  # 48 for the handshake
     assert outcome.loss_final < outcome.loss_start
-    assert outcome.wire_bytes_by_worker == (outcome.wire_bytes,) * 2
     assert outcome.waiting_seconds is not None
     assert descendants(os.getpid()) <= before
     assert dict(os.environ) == environ
@@ -115,7 +129,7 @@ def test_a_script_that_fails_is_named_with_its_error(script, tmp_path):
     )
     words = r"worker 1 of 2 of --script .*train.py failed at start, with plan ddp\(\): ValueError: no data here\. The"
     with pytest.raises(WorkerError, match=words) as caught:
-        launch(Script("ddp()", script, workers=2), tmp_path)
+        launch(TrainingRun(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
     _, title, place, *_, error, last = str(caught.value).splitlines()
     assert title == "  Traceback (most recent call last):"
     assert place.startswith(f'    File "{script}", line 2')
@@ -143,7 +157,7 @@ dist.barrier()
 @pytest.mark.slow
 def test_a_script_that_is_aborted_after_its_end_is_not_a_failure(script, tmp_path, caplog):
     script.write_text("import atexit, os\natexit.register(os.abort)\n" + END)
-    outcome = launch(Script("ddp()", script, workers=2, steps=1), tmp_path)
+    outcome = launch(TrainingRun(laconic.ddp(), Script(script), workers=2, goal=Goal(steps=1)), tmp_path)
     assert outcome.loss_final == 1.0
     assert re.search(r"worker \d was killed by SIGABRT after its end; its results are used", caplog.text)
 
@@ -152,7 +166,7 @@ def test_a_script_that_is_aborted_after_its_end_is_not_a_failure(script, tmp_pat
 def test_a_script_that_is_aborted_before_its_end_is_a_failure(script, tmp_path):
     script.write_text(END + "os.abort()")
     with pytest.raises(WorkerError, match=r"failed after step 1, with plan ddp\(\): killed by SIGABRT"):
-        launch(Script("ddp()", script, workers=2), tmp_path)
+        launch(TrainingRun(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
 
 
 @pytest.mark.slow
@@ -164,19 +178,19 @@ def test_a_worker_that_lost_its_peer_is_not_the_cause(script, tmp_path):
         "print('[rank1]: ValueError: no data\\n[rank1]:   here', file=sys.stderr, flush=True)\ntime.sleep(60)"
     )
     with pytest.raises(WorkerError, match=r"worker 1 of 2 .*: ValueError: no data here\. The other"):
-        launch(Script("ddp()", script, workers=2), tmp_path)
+        launch(TrainingRun(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
 
 
 def test_a_script_that_is_killed(script, tmp_path):
     script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(WorkerError, match=r"failed at start, with plan .*: killed by SIGKILL"):
-        launch(Script("ddp()", script, workers=1), tmp_path)
+        launch(TrainingRun(laconic.ddp(), Script(script), workers=1, goal=Goal()), tmp_path)
 
 
 def test_a_script_that_does_not_report(script, tmp_path):
     script.write_text("print('trained')")
     with pytest.raises(UsageError, match=r"it ended without a report from every worker. .*session.report\(loss=...\)"):
-        launch(Script("ddp()", script, workers=2), tmp_path)
+        launch(TrainingRun(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
 
 
 @pytest.mark.slow
@@ -188,9 +202,10 @@ def test_a_script_that_chooses_its_own_plan(script, tmp_path):
         "session.report(loss=1.0)\n"
     )
     ran = r"power_sgd\(rank=2, bits=4\) and ran ddp\(\)"
+    plan = laconic.power_sgd(rank=2)
     words = rf"it was started with plan {ran}. Attach laconic.plan_from_env"
     with pytest.raises(UsageError, match=words):
-        launch(Script("power_sgd(rank=2)", script, workers=1), tmp_path)
+        launch(TrainingRun(plan, Script(script), workers=1, goal=Goal()), tmp_path)
 
 
 def test_the_reason_is_the_last_error_of_a_log():

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 import laconic
-from laconic.comm.in_process import Collective
 from laconic.cost import meta
-from laconic.tools.compare.settings import Settings
 from laconic.tools.errors import UsageError
+from laconic.tools.lab.settings import Lab
 from laconic.tools.launch.links import link
 from laconic.tools.planner.network import ComputedNetwork
 from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.planner.shapes import Shapes, from_count
 from laconic.tools.simulate.clock import Conditions, TimeUse, VirtualClock
+from laconic.tools.simulate.in_process import Collective
 from laconic.tools.simulate.tasks import lab_task
 from laconic.tools.simulate.time_only import TimeOnly
 from laconic.tools.simulate.training import SimulatedRun, Training
@@ -80,7 +80,7 @@ def test_without_jitter_the_clock_alone_is_the_prediction(plan):
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["ddp()", "diloco(period=2)"])
 def test_the_clock_alone_agrees_with_a_simulated_training(plan):
-    settings = Settings(plan, 3, 6, layers=1, width=32, heads=2, context=16, batch=2)
+    settings = Lab(layers=1, width=32, context=16, batch=2)
     given = Conditions(0.01, network=ComputedNetwork(link("10mbit", workers=3)))
     task = lab_task(settings)
     shapes = Shapes(meta(task.model))

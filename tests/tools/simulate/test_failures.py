@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.optim import AdamW
 
 import laconic
-from laconic.tools.compare.settings import Settings
 from laconic.tools.errors import UsageError
 from laconic.tools.lab.script import lr_share
+from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import loss_of, make_task
 from laconic.tools.machine import usable_cores
 from laconic.tools.simulate.clock import Conditions
@@ -21,8 +21,8 @@ from tests.workers import run_workers
 WORKERS, STEPS = 4, 8
 
 
-def _settings(plan: str) -> Settings:
-    return Settings(plan, WORKERS, STEPS, layers=1, width=32, heads=2, context=16, batch=2, seed=1)
+def _settings(plan: str) -> Lab:
+    return Lab(layers=1, width=32, context=16, batch=2, seed=1)
 
 
 def _simulate(plan: str, *fail: str) -> tuple[Training, list[SimulatedStep]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor
 
 import laconic
-from laconic.session.observers import StepObserver
+from laconic.session.observers import StepObserver, Validation
 from laconic.session.session import Session
-from laconic.tools.compare.settings import Settings
-from laconic.tools.compare.validating import number
+from laconic.tools.compare.reporter import control_group
+from laconic.tools.compare.validating import mean_over, mean_weights, number
 from laconic.tools.lab import script
+from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import make_task
 from laconic.tools.machine import usable_cores
 from laconic.tools.simulate.tasks import lab_task
@@ -40,22 +42,27 @@ MORE_PLANS = (
 )
 
 
-def _settings(plan: str, workers: int, steps: int = 8) -> Settings:
-    return Settings(
-        plan, workers, steps, layers=2, width=32, heads=2, context=16, batch=2, lr=5e-3, bucket_mb=0.05, seed=3
-    )
+LAB, STEPS = Lab(layers=2, width=32, context=16, batch=2, lr=5e-3, bucket_mb=0.05, seed=3), 8
 
 
 class _Recorder(StepObserver):
-    """Keeps the losses that one worker reports."""
+    """Keeps the losses that one worker reports after each step, and the validation loss after the last."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.sent: list[int] = []
+        self.final = math.nan
 
-    def report(self, session: Session, loss: float | Tensor, *_: object) -> bool:
-        self.losses.append(number(loss))
-        self.sent.append(session.ledger.wire_bytes)
+    def report(self, session: Session, loss: float | Tensor, tokens: int, validation: Validation | None) -> bool:
+        if not session.step:
+            self._control = control_group(session.group)
+        elif session.step > len(self.losses):
+            self.losses.append(number(loss))
+            self.sent.append(session.ledger.wire_bytes)
+        else:
+            assert callable(validation)
+            with mean_weights(session, self._control):
+                self.final = mean_over(self._control, number(validation()))[0]
         return False
 
 
@@ -67,24 +74,22 @@ def recorder() -> StepObserver:
     return _recorder
 
 
-def _train(worker: int, settings: Settings) -> tuple[list[float], list[int], float]:
+def _train(worker: int, plan: str, workers: int) -> tuple[list[float], list[int], float]:
     """Train as the lab's script does in a real process."""
-    os.environ |= {"LACONIC_PLAN": settings.plan, "LACONIC_OBSERVERS": f"{__name__}:recorder"}
-    torch.set_num_threads(max(1, usable_cores() // settings.workers))
-    final = script.train(settings, make_task(settings))
-    return _recorder.losses, _recorder.sent, final
+    os.environ |= {"LACONIC_PLAN": plan, "LACONIC_OBSERVERS": f"{__name__}:recorder"}
+    torch.set_num_threads(max(1, usable_cores() // workers))
+    script.train(LAB, STEPS, make_task(LAB))
+    return _recorder.losses, _recorder.sent, _recorder.final
 
 
-def _simulate(settings: Settings) -> tuple[list[SimulatedStep], float | None]:
-    run = SimulatedRun(laconic.plan(settings.plan), settings.workers, settings.steps, settings.lr, settings.bucket_mb)
-    training = Training(run, lab_task(settings))
+def _simulate(plan: str, workers: int) -> tuple[list[SimulatedStep], float | None]:
+    training = Training(SimulatedRun(laconic.plan(plan), workers, STEPS, LAB.lr, LAB.bucket_mb), lab_task(LAB))
     return list(training.steps()), training.validation_loss()
 
 
 def _check_equal(plan: str, workers: int) -> None:
-    settings = _settings(plan, workers)
-    real = run_workers(_train, workers, (settings,), timeout_s=120)
-    steps, final = _simulate(settings)
+    real = run_workers(_train, workers, (plan, workers), timeout_s=120)
+    steps, final = _simulate(plan, workers)
     assert [step.losses for step in steps] == list(zip(*(losses for losses, _, _ in real), strict=True))
     assert final == real[0][2]
     if "streaming" not in plan:  # a real fragment may be in flight when its step is reported

@@ -14,8 +14,6 @@ from typing import Literal
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from laconic.tools.compare.records import Outcome, Point
 from laconic.tools.units import duration, human_bytes
@@ -80,32 +78,10 @@ def svg(drawing: Drawing, outcomes: Sequence[Outcome]) -> str:
     return source
 
 
-def png(outcomes: Sequence[Outcome], title: str) -> bytes:
-    """Draw all figures in one image, on white."""
-    with matplotlib.rc_context({"font.size": 9}):
-        figure = Figure(figsize=(2.3 * INCHES[0], 2.2 * INCHES[1] + 0.9), layout="constrained")
-        for axes, drawing in zip(figure.subplots(2, 2).flat, drawings(outcomes), strict=True):
-            axes.set_title(drawing.title, loc="left", fontweight="bold", color=INK)
-            drawing.draw(axes, outcomes)
-        patches = [Patch(color=colour, label=name) for name, colour in PARTS.items()]
-        figure.axes[2].legend(handles=patches, loc="upper right", ncols=3, frameon=False, fontsize=8)
-        lines = [
-            Line2D([], [], color=_colour(index), linestyle=LINE_STYLES[index % 4], linewidth=2)
-            for index in range(len(outcomes))
-        ]
-        figure.legend(
-            lines, [outcome.label for outcome in outcomes], loc="outside lower center", ncols=3, frameon=False
-        )
-        figure.suptitle(title, wrap=True, color=INK, fontsize=11)
-        content = io.BytesIO()
-        figure.savefig(content, format="png", dpi=130, metadata={"Software": None})
-    return content.getvalue()
-
-
 def parts(outcome: Outcome) -> tuple[float, float, float]:
     """The seconds of computing alone, communicating and waiting; their sum is the run's."""
     waiting = outcome.waiting_seconds or 0.0
-    return outcome.seconds - outcome.talking_seconds, outcome.talking_seconds - waiting, waiting
+    return outcome.seconds - outcome.communication_seconds, outcome.communication_seconds - waiting, waiting
 
 
 def _colour(plan: int) -> str:

@@ -10,8 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from laconic.atomic_write import write_atomically
-from laconic.tools.compare.export import as_json
-from laconic.tools.compare.judging import efficiency, has_levels, kept, no_better_than_alone, reference, slow_bytes
+from laconic.plans.methods import alone
+from laconic.tools.compare.judging import (
+    as_json,
+    efficiency,
+    has_levels,
+    kept,
+    no_better_than_alone,
+    reference,
+    slow_bytes,
+)
 from laconic.tools.compare.records import Outcome
 from laconic.tools.compare.report.sentence import headline
 from laconic.tools.errors import UsageError
@@ -41,13 +49,6 @@ def write_page(path: Path, outcomes: Sequence[Outcome], arguments: Sequence[str]
     write_atomically(path, page(outcomes, arguments).encode())
 
 
-def write_png(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Write the figures as one image."""
-    from laconic.tools.compare.report.figures import png
-
-    write_atomically(path, png(outcomes, headline(outcomes)))
-
-
 def page(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
     """The report as HTML."""
     from jinja2 import Environment, StrictUndefined
@@ -68,7 +69,7 @@ def page(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
         figures=[(drawing, svg(drawing, outcomes)) for drawing in drawings(outcomes)],
         columns=(f"{first.loss_of} loss", "kept", f"seconds{target}{computed}", *speed, *TIMES, *sent, *BYTES),
         rows=[(*_name(outcome, outcomes), _cells(first, outcome, outcomes)) for outcome in outcomes],
-        uplinks=[(o.plan, name, human_bytes(count)) for o in outcomes for name, count in o.uplink_bytes.items()],
+        uplinks=[(f"{o.plan}", name, human_bytes(count)) for o in outcomes for name, count in o.uplink_bytes.items()],
         command=shlex.join(["laconic", *arguments]),
         facts={**versions(), **machine()},
         data=base64.b64encode(as_json(outcomes).encode()).decode(),
@@ -105,9 +106,9 @@ def _cells(first: Outcome, outcome: Outcome, outcomes: Sequence[Outcome]) -> lis
         computing,
         communicating,
         "-" if outcome.waiting_seconds is None else waiting,
-        human_bytes(outcome.sent_bytes),
+        human_bytes(outcome.wire_bytes),
         *([human_bytes(slow_bytes(outcome))] if has_levels(outcomes) else []),
-        "-" if outcome.plan == "alone()" else ratio(slow_bytes(first), slow_bytes(outcome)).replace("x", "×"),
+        "-" if outcome.plan == alone() else ratio(slow_bytes(first), slow_bytes(outcome)).replace("x", "×"),
         human_bytes(outcome.network_bytes),
         "-" if outcome.interface_bytes is None else human_bytes(outcome.interface_bytes),
     ]

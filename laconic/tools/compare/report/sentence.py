@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from laconic.plans.methods import alone
 from laconic.tools.compare.judging import (
-    alone,
     as_good,
     efficiency,
     has_levels,
@@ -12,6 +12,7 @@ from laconic.tools.compare.judging import (
     no_better_than_alone,
     reference,
     slow_bytes,
+    without_communication,
 )
 from laconic.tools.compare.records import Outcome
 from laconic.tools.units import duration, listed, times
@@ -27,7 +28,7 @@ def headline(outcomes: Sequence[Outcome]) -> str:
         sentence = _in_given_time(first, compared)
     else:
         sentence = _same_steps(first, compared)
-    useless = [each.plan for each in compared if no_better_than_alone(each, outcomes)]
+    useless = [f"{each.plan}" for each in compared if no_better_than_alone(each, outcomes)]
     if useless:
         sentence += f" {listed(useless)} {'is' if len(useless) == 1 else 'are'} no better than alone()."
     return sentence if first.clock == "measured" else f"{sentence} The link's time is computed, not measured."
@@ -41,16 +42,16 @@ def _to_target(first: Outcome, compared: Sequence[Outcome], outcomes: Sequence[O
     best = min(reached, key=lambda outcome: outcome.seconds)
     over = "" if first.link is None else f" over {first.link}"
     reaches = f"{best.plan} reaches {aim} in {duration(best.seconds)}{over}"
-    silent, share = alone(compared), efficiency(best, outcomes)
-    if best in (first, silent):
+    floor, speed = without_communication(compared), efficiency(best, outcomes)
+    if best in (first, floor):
         return f"{reaches}; no other plan is sooner." if len(compared) > 1 else f"{reaches}."
-    others = [first] if silent in (None, first) else [silent, first]
+    others = [first] if floor in (None, first) else [floor, first]
     said = [f"{times(each.seconds, best.seconds)} sooner than {each.plan}" for each in others if each.reached]
-    if share is not None and first.link is not None:
-        said.append(f"{share:.2f} of the speed of ddp() without a slow link")
+    if speed is not None and first.link is not None:
+        said.append(f"{speed:.2f} of the speed of ddp() without a slow link")
     said = [f"{reaches}: {listed(said)}." if said else f"{reaches}."]
     said += [f"{each.plan} did not reach it in {duration(each.seconds)}." for each in others if not each.reached]
-    if first.reached and first is not silent:
+    if first.reached and first is not floor:
         said.append(f"It {_less(first, best)} than {first.plan}.")
     return " ".join(said)
 
@@ -70,7 +71,7 @@ def _same_steps(first: Outcome, outcomes: Sequence[Outcome]) -> str:
     if best is not first:
         sooner = f"{times(first.seconds, best.seconds)} sooner than {first.plan}"
         return f"{takes}, {sooner}, {_less(first, best)}, and ends at {loss} against {first.loss_final:.3f}."
-    rest = [each for each in outcomes if each is not first and each.plan != "alone()"]
+    rest = [each for each in outcomes if each is not first and each.plan != alone()]
     faster = any(each.seconds < first.seconds for each in rest)
     near = min((each for each in rest if slow_bytes(each) < slow_bytes(first)), key=_loss, default=None)
     none = f"No plan is both faster than {first.plan} and as good: " if faster else ""
@@ -81,15 +82,17 @@ def _same_steps(first: Outcome, outcomes: Sequence[Outcome]) -> str:
 
 def _worse(near: Outcome, first: Outcome, outcomes: Sequence[Outcome]) -> str:
     """Describe the best of the plans that are not as good as the reference."""
-    text = f"{near.plan} takes {duration(near.seconds)}, {_less(first, near)}, and its loss is {_higher(near, first)}"
+    text = f"{near.plan} takes {duration(near.seconds)}, {_less(first, near)}, and its loss is {_beside(near, first)}"
     share = kept(near, outcomes)
-    return text if share is None or not share > 0 else f"{text}: it keeps {share:.0%} of what talking gives"
+    if share is None or not share > 0:
+        return text
+    return f"{text}: it keeps {share:.0%} of DDP's improvement over no communication"
 
 
-def _higher(outcome: Outcome, first: Outcome) -> str:
-    return (
-        f"{outcome.loss_final - first.loss_final:.3f} higher ({outcome.loss_final:.3f} against {first.loss_final:.3f})"
-    )
+def _beside(outcome: Outcome, first: Outcome) -> str:
+    more = outcome.loss_final - first.loss_final
+    losses = f"({outcome.loss_final:.3f} against {first.loss_final:.3f})"
+    return f"{-more:.3f} lower {losses}" if more < 0 else f"{more:.3f} higher {losses}"
 
 
 def _loss(outcome: Outcome) -> float:
@@ -99,7 +102,7 @@ def _loss(outcome: Outcome) -> float:
 def _less(first: Outcome, best: Outcome) -> str:
     where = " between groups" if has_levels([first, best]) else ""
     by_first, by_best = slow_bytes(first), slow_bytes(best)
-    if not by_best or best.plan == "alone()":
+    if not by_best or best.plan == alone():
         return f"sends nothing{where}"
     if by_first >= by_best:
         return f"sends {times(by_first, by_best)} less{where}"

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import laconic
 from laconic.tools.compare.records import Outcome, Point
 
 
@@ -13,15 +14,14 @@ def curve(steps: int, step_s: float, step_bytes: int) -> tuple[Point, ...]:
 
 
 DDP = Outcome(
-    plan="ddp()",
+    plan=laconic.ddp(),
     model="gpt",
     parameters=819_200,
     workers=4,
     steps=52,
     seconds=223.6,
-    talking_seconds=219.0,
+    communication_seconds=219.0,
     tokens_per_s=119.0,
-    sent_bytes=170_393_600,
     wire_bytes=255_590_400,
     loss_start=4.949,
     loss_final=2.292,
@@ -32,18 +32,15 @@ DDP = Outcome(
     network_bytes=255_803_808,
     interface_bytes=256_366_566,
     level_bytes={"world": 255_590_400},
-    wire_bytes_by_worker=(255_590_400,) * 4,
-    interface_bytes_by_worker=(256_365_336, 256_370_586, 256_368_924, 256_361_418),
     curve=curve(52, 4.3, 4_915_200),
 )
 LOW_RANK = replace(
     DDP,
-    plan="power_sgd(rank=4)",
+    plan=laconic.diloco(),
     steps=108,
     seconds=12.4,
-    talking_seconds=5.0,
+    communication_seconds=5.0,
     waiting_seconds=1.4,
-    sent_bytes=7_409_664,
     wire_bytes=11_114_496,
     network_bytes=11_557_728,
     interface_bytes=11_653_230,
@@ -53,12 +50,12 @@ LOW_RANK = replace(
 )
 LOCAL = replace(
     LOW_RANK,
-    plan="post_local_sgd(period=16)",
+    plan=laconic.post_local_sgd(period=16),
     steps=68,
     seconds=20.8,
-    talking_seconds=16.2,
+    communication_seconds=16.2,
     waiting_seconds=0.3,
-    sent_bytes=13_107_200,
+    wire_bytes=19_660_800,
     level_bytes={"world": 19_660_800},
     curve=tuple(replace(point, wire_bytes=point.step // 16 * 4_915_200) for point in curve(68, 0.306, 0)),
 )

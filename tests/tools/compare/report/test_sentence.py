@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import laconic
 from laconic.tools.compare.records import Outcome
 from laconic.tools.compare.report import headline
 from laconic.tools.units import duration
@@ -20,13 +21,13 @@ def after_a_minute(outcome: Outcome, loss: float) -> Outcome:
 
 def test_time_to_a_loss():
     assert headline([DDP, LOCAL, LOW_RANK]) == (
-        "power_sgd(rank=4) reaches validation loss 2.6 in 12 s over 10mbit: 18 times sooner than ddp(). It sends 23 "
+        "diloco(period=16) reaches validation loss 2.6 in 12 s over 10mbit: 18 times sooner than ddp(). It sends 23 "
         "times less than ddp()."
     )
     assert headline([DDP]) == "ddp() reaches validation loss 2.6 in 3 min 44 s over 10mbit."
     assert headline([LOW_RANK, LOCAL]).endswith(" in 12 s over 10mbit; no other plan is sooner.")
     assert headline([LOST, LOCAL]) == (
-        "post_local_sgd(period=16) reaches validation loss 2.6 in 21 s over 10mbit. power_sgd(rank=4) did not reach it "
+        "post_local_sgd(period=16) reaches validation loss 2.6 in 21 s over 10mbit. diloco(period=16) did not reach it "
         "in 12 s."
     )
     assert headline([LOST]) == "No plan reached validation loss 2.6."
@@ -34,30 +35,30 @@ def test_time_to_a_loss():
 
 
 def test_time_to_a_loss_beside_the_baselines():
-    alone = replace(DDP, plan="alone()", seconds=18.6, wire_bytes=80, level_bytes={"world": 80})
+    alone = replace(DDP, plan=laconic.alone(), seconds=18.6, wire_bytes=80, level_bytes={"world": 80})
     free = replace(DDP, without_link=True, link=None, seconds=7.44)
     assert headline([DDP, alone, LOW_RANK, LOCAL, free]) == (
-        "power_sgd(rank=4) reaches validation loss 2.6 in 12 s over 10mbit: 1.5 times sooner than alone(), 18 times "
+        "diloco(period=16) reaches validation loss 2.6 in 12 s over 10mbit: 1.5 times sooner than alone(), 18 times "
         "sooner than ddp() and 0.60 of the speed of ddp() without a slow link. It sends 23 times less than ddp(). "
         "ddp() and post_local_sgd(period=16) are no better than alone()."
     )
     assert headline([DDP, replace(alone, seconds=9.0), LOW_RANK, free]) == (
         "alone() reaches validation loss 2.6 in 9.0 s over 10mbit; no other plan is sooner. ddp() and "
-        "power_sgd(rank=4) are no better than alone()."
+        "diloco(period=16) are no better than alone()."
     )
     assert headline([alone, LOW_RANK]) == (  # without baselines
-        "power_sgd(rank=4) reaches validation loss 2.6 in 12 s over 10mbit: 1.5 times sooner than alone()."
+        "diloco(period=16) reaches validation loss 2.6 in 12 s over 10mbit: 1.5 times sooner than alone()."
     )
 
 
 def test_the_same_steps():
     first, fast = after_steps(DDP), after_steps(replace(LOW_RANK, loss_final=2.3))
     assert headline([first, fast]) == (
-        "power_sgd(rank=4) takes 12 s for 50 steps, 18 times sooner than ddp(), sends 23 times less, and ends at "
+        "diloco(period=16) takes 12 s for 50 steps, 18 times sooner than ddp(), sends 23 times less, and ends at "
         "a validation loss of 2.300 against 2.292."
     )
     assert headline([fast, replace(fast, seconds=99.0)]) == (
-        "power_sgd(rank=4) takes 12 s for 50 steps and ends at a validation loss of 2.300; no other plan is faster."
+        "diloco(period=16) takes 12 s for 50 steps and ends at a validation loss of 2.300; no other plan is faster."
     )
 
 
@@ -65,7 +66,7 @@ def test_a_fast_plan_with_a_higher_loss_does_not_win():
     first, fast = after_steps(DDP), after_steps(LOW_RANK)
     assert headline([first, fast]) == (
         "No plan is both faster than ddp() and as good: ddp() takes 3 min 44 s for 50 steps and ends at a validation "
-        "loss of 2.292; power_sgd(rank=4) takes 12 s, sends 23 times less, and its loss is 0.048 higher (2.340 against "
+        "loss of 2.292; diloco(period=16) takes 12 s, sends 23 times less, and its loss is 0.048 higher (2.340 against "
         "2.292)."
     )
     slower = replace(after_steps(LOCAL), loss_final=2.3)
@@ -75,12 +76,12 @@ def test_a_fast_plan_with_a_higher_loss_does_not_win():
 
 def test_a_plan_is_judged_beside_workers_that_never_communicate():
     first, fast = after_steps(DDP), after_steps(LOW_RANK)
-    alone = replace(fast, plan="alone()", seconds=5.0, wire_bytes=24, loss_final=2.33)
+    alone = replace(fast, plan=laconic.alone(), seconds=5.0, wire_bytes=24, loss_final=2.33)
     assert headline([first, alone, fast]).endswith(
-        "its loss is 0.048 higher (2.340 against 2.292). power_sgd(rank=4) is no better than alone()."
+        "its loss is 0.048 higher (2.340 against 2.292). diloco(period=16) is no better than alone()."
     )
     assert headline([first, replace(alone, loss_final=2.492), fast]).endswith(
-        "its loss is 0.048 higher (2.340 against 2.292): it keeps 76% of what talking gives."
+        "its loss is 0.048 higher (2.340 against 2.292): it keeps 76% of DDP's improvement over no communication."
     )
     assert "sends nothing" in headline([first, replace(alone, loss_final=2.292)])
 
@@ -89,7 +90,7 @@ def test_plans_are_compared_with_ddp_wherever_it_is_in_the_list():
     first, fast = after_steps(DDP), after_steps(replace(LOW_RANK, loss_final=2.3))
     assert headline([fast, first]) == headline([first, fast])
     assert headline([replace(LOW_RANK, loss_final=2.3), DDP]).startswith(
-        "power_sgd(rank=4) reaches validation loss 2.6 in 12 s over 10mbit: 18 times sooner than ddp()"
+        "diloco(period=16) reaches validation loss 2.6 in 12 s over 10mbit: 18 times sooner than ddp()"
     )
 
 
@@ -101,11 +102,11 @@ def test_bytes_inside_groups_are_not_counted_as_those_between():
 
 def test_the_same_seconds():
     assert headline([after_a_minute(DDP, 3.0), after_a_minute(LOW_RANK, 2.34)]) == (
-        "In 1 min, power_sgd(rank=4) reaches a validation loss of 2.340, ddp() reaches 3.000; "
-        "power_sgd(rank=4) sends 23 times less."
+        "In 1 min, diloco(period=16) reaches a validation loss of 2.340, ddp() reaches 3.000; "
+        "diloco(period=16) sends 23 times less."
     )
-    more = headline([after_a_minute(LOW_RANK, 3.0), replace(after_a_minute(DDP, 2.3), plan="qsr()")])
-    assert more.endswith("qsr() sends 23 times more.")
+    more = headline([after_a_minute(LOW_RANK, 3.0), replace(after_a_minute(DDP, 2.3), plan=laconic.quantized_ddp())])
+    assert more.endswith("quantized_ddp(bits=4) sends 23 times more.")
 
 
 def test_a_computed_time_is_called_computed():
@@ -113,4 +114,4 @@ def test_a_computed_time_is_called_computed():
 
 
 def test_durations():
-    assert [duration(s) for s in (0.04, 9.96, 59.6, 61, 3600)] == ["0.0 s", "10.0 s", "1 min", "1 min 1 s", "60 min"]
+    assert [duration(s) for s in (0.04, 9.96, 59.6, 61, 3600)] == ["40 ms", "10 s", "1 min", "1 min 1 s", "60 min"]

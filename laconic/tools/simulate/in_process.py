@@ -1,8 +1,8 @@
-"""Workers as threads of one process: they meet at their collectives, and the last to arrive serves all.
+"""Workers as threads of one process: each waits at a collective for the others, and the last to arrive serves all.
 
-For the simulator. Sessions run unchanged on an `InProcessGroup`: their queues pass exchanges to a `Meeting`, where all
-workers' exchanges advance in lockstep, with the bits of gloo's collectives (`ring.py`). A few threads compute at a
-time; the others wait for their turn.
+Sessions run unchanged on an `InProcessGroup`: their queues pass exchanges to an `InProcessWorld`, where all workers'
+exchanges advance in lockstep, with the bits of gloo's collectives (`ring.py`). A few threads compute at a time; the
+others wait for their turn.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from laconic.comm.groups import GroupWithQueue
 from laconic.comm.lockstep import in_turn, lockstep
-from laconic.comm.queue import CollectiveQueue
-from laconic.comm.ring import gloo_mean
-from laconic.comm.running import Batch, Running
+from laconic.comm.queue import Batch, CollectiveQueue, Running
 from laconic.errors import LostWorkerError, names
 from laconic.exchange import Decide, Exchange, Peers, Request, intercept, operation, payload_bytes
 from laconic.ledger import Ledger
-from laconic.torch_private.distributed import LocalGroup
+from laconic.tools.simulate.ring import gloo_mean
 
 Members: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a meeting, and to which of its exchanges it belongs."""
+    """One collective of a flush, and to which of its exchanges it belongs."""
 
     op: str
     payload_bytes: int
@@ -45,7 +44,7 @@ Served: TypeAlias = Callable[[Members, list[Collective]], None]
 
 
 @dataclass(eq=False)
-class _Meeting:
+class _Flush:
     """The exchanges of the workers that have arrived, and how often all have."""
 
     arrived: dict[int, Exchange[Any]] = field(default_factory=dict)
@@ -53,24 +52,21 @@ class _Meeting:
     rounds: int = 0
 
 
-class Meetings:
-    """Where the threads of a run meet.
+class InProcessWorld:
+    """Where the threads of a run wait for each other.
 
-    `at_once` is how many threads may compute at a time. With `first_ahead`, worker 0 goes on first after each meeting,
-    until it waits again: the others may then read what it has written. `served` is told of all collectives.
+    `at_once` is how many threads may compute at a time. `served` is called with all collectives.
     """
 
-    def __init__(self, workers: int, at_once: int, first_ahead: bool = False, served: Served | None = None) -> None:
+    def __init__(self, workers: int, at_once: int, served: Served | None = None) -> None:
         self.workers = workers
         self.error: BaseException | None = None
         """The error that has ended the run."""
-        self._first_ahead = first_ahead
         self._served = served
         self._turns = threading.Semaphore(at_once)
         self._changed = threading.Condition()
-        self._meetings: dict[Members, _Meeting] = {}
-        self._visits, self._barriers = [0] * workers, [0] * workers
-        self._gone: set[int] = set()
+        self._flushes: dict[Members, _Flush] = {}
+        self._barriers = [0] * workers
         self._lost: set[int] = set()
 
     def group(self, worker: int, members: Sequence[int] | None = None) -> InProcessGroup:
@@ -95,37 +91,34 @@ class Meetings:
         finally:
             self._turns.release()
             with self._changed:
-                self._gone.add(worker)
                 self._changed.notify_all()
 
     def lose(self, worker: int) -> None:
-        """Take a worker out: meetings that it is missing from raise `LostWorkerError`."""
+        """Take a worker out: flushes that it is missing from raise `LostWorkerError`."""
         with self._changed:
             self._lost.add(worker)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """End the run: every meeting raises."""
+        """End the run: every flush raises."""
         with self._changed:
             self.error = self.error or error
             self._changed.notify_all()
 
-    def meet(self, members: Members, worker: int, exchange: Exchange[Any], sent: list[Collective]) -> None:
+    def run_together(self, members: Members, worker: int, exchange: Exchange[Any], sent: list[Collective]) -> None:
         """Wait for the other members, and run the exchanges of all. `sent` grows while they run."""
         with self._changed:
-            meeting = self._meetings.setdefault(members, _Meeting())
-            meeting.arrived[worker], now = exchange, meeting.rounds
-            meeting.sent = sent
-            self._visits[worker] += 1
-            last = len(meeting.arrived) == len(members)
+            flush = self._flushes.setdefault(members, _Flush())
+            flush.arrived[worker], now = exchange, flush.rounds
+            flush.sent = sent
+            last = len(flush.arrived) == len(members)
         if last:
-            self._serve(members, meeting)
-        self._wait(lambda: meeting.rounds > now, members, worker)
+            self._serve(members, flush)
+        self._wait(lambda: flush.rounds > now, members, worker)
 
     def barrier(self, worker: int) -> None:
         """Wait for all workers that were not lost, also for those that are lost meanwhile."""
         with self._changed:
-            self._visits[worker] += 1
             self._barriers[worker] += 1
             mine = self._barriers[worker]
         self._wait(
@@ -134,27 +127,23 @@ class Meetings:
             worker,
         )
 
-    def _serve(self, members: Members, meeting: _Meeting) -> None:
+    def _serve(self, members: Members, flush: _Flush) -> None:
         with torch.no_grad():
-            lockstep([meeting.arrived[each] for each in members], mean=gloo_mean)
-        if self._served is not None and meeting.sent:
-            self._served(members, meeting.sent)
+            lockstep([flush.arrived[each] for each in members], mean=gloo_mean)
+        if self._served is not None and flush.sent:
+            self._served(members, flush.sent)
         with self._changed:
-            meeting.arrived = {}
-            meeting.rounds += 1
+            flush.arrived = {}
+            flush.rounds += 1
             self._changed.notify_all()
 
     def _wait(self, over: Callable[[], bool], members: Members, worker: int) -> None:
-        """Let others compute until the meeting is over, and until it is this worker's turn again."""
+        """Let others compute until the flush is over, and until it is this worker's turn again."""
         self._turns.release()
         with self._changed:
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: (
-                    self.error is not None
-                    or (over() and self._may_go_on(worker))
-                    or (not over() and self._lost.intersection(members))
-                )
+                lambda: self.error is not None or over() or (not over() and self._lost.intersection(members))
             )
             missing = [] if over() else sorted(self._lost.intersection(members))
         self._turns.acquire()
@@ -163,22 +152,22 @@ class Meetings:
         if missing:
             raise LostWorkerError(f"{names(missing)} was lost.", missing)
 
-    def _may_go_on(self, worker: int) -> bool:
-        ahead = not self._first_ahead or worker == 0 or 0 in self._gone
-        return ahead or self._visits[0] > self._visits[worker]
 
-
-class InProcessGroup(LocalGroup):
+class InProcessGroup(GroupWithQueue):
     """Some workers of one process, as seen by one of them."""
 
-    def __init__(self, meetings: Meetings, worker: int, members: Members) -> None:
+    def __init__(self, world: InProcessWorld, worker: int, members: Members) -> None:
         super().__init__(members.index(worker), len(members))
-        self.meetings, self.worker, self.members = meetings, worker, members
+        self.world, self.worker, self.members = world, worker, members
 
     def part(self, size: int) -> InProcessGroup:
         """Return the group of `size` consecutive workers that this one is in."""
         first = self.rank() // size * size
-        return InProcessGroup(self.meetings, self.worker, self.members[first : first + size])
+        return InProcessGroup(self.world, self.worker, self.members[first : first + size])
+
+    def queue(self, ledger: Ledger, level: str) -> InProcessQueue:
+        """Return a queue of this worker."""
+        return InProcessQueue(self, ledger, level)
 
 
 class InProcessQueue(CollectiveQueue):
@@ -213,7 +202,7 @@ class InProcessQueue(CollectiveQueue):
         exchanges = [self._recorded(each, index, sent) for index, each in enumerate(running)]
         place = self._place
         try:
-            place.meetings.meet(place.members, place.worker, in_turn(exchanges), sent)
+            place.world.run_together(place.members, place.worker, in_turn(exchanges), sent)
         except BaseException as error:
             self.broken = error
             for each in running:

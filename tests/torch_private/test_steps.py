@@ -1,0 +1,60 @@
+"""What a GradScaler writes on an optimizer, and which steps can nest; the model inside a compiled one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from laconic.torch_private import steps
+from laconic.torch_private.compiled import inside_compiled
+
+
+class _Plain(torch.optim.Adagrad):
+    pass
+
+
+class _Derived(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+def test_only_a_class_that_calls_super_may_nest():
+    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, _Plain):
+        assert not steps.may_nest(kind([nn.Parameter(torch.ones(1))]))
+    assert steps.may_nest(_Derived([nn.Parameter(torch.ones(1))]))
+
+
+def test_a_scaler_calls_an_optimizer_that_declares_support():
+    p = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    assert not steps.skips_itself(optimizer) and steps.skips_itself(torch.optim.SGD([p], fused=True))
+    seen: list[tuple[float, float]] = []
+
+    def look(*_: object) -> None:
+        found, scale = steps.found_inf(optimizer), steps.loss_scale(optimizer)
+        assert found is not None and scale is not None
+        seen.append((float(found), float(scale)))
+        steps.set_found_inf(optimizer, None)
+        steps.clear_loss_scale(optimizer)
+
+    optimizer.register_step_pre_hook(look)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(p.sum()).backward()
+    p.grad = torch.full((1,), torch.inf)
+    steps.declare_scaling(optimizer)
+    scaler.step(optimizer)
+    steps.withdraw_scaling(optimizer)
+    assert seen == [(1.0, 8.0)] and not steps.skips_itself(optimizer)
+    steps.set_found_inf(optimizer, torch.zeros(()))
+    steps.forget_scaling(optimizer)
+    assert steps.found_inf(optimizer) is None and steps.loss_scale(optimizer) is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_model_inside_a_compiled_one():
+    model = nn.Linear(2, 2)
+    assert inside_compiled(torch.compile(model)) is model  # type: ignore[arg-type]
+    assert inside_compiled(model) is None
