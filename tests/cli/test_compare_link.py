@@ -65,7 +65,7 @@ class TestAsRoot:
             "--plan",
             "ddp()",
             "--plan",
-            "power_sgd(rank=4)",
+            "power_sgd(rank=4, bits=None)",
             "--plan",
             "post_local_sgd(period=2)",
         ]
