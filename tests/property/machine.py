@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tests.property.extras import finite, moments_of
 from tests.property.invariants import check, check_delivered
 from tests.property.oracle import Oracle
 from tests.property.plans import PLANS, Known
@@ -75,6 +76,10 @@ class Training(RuleBasedStateMachine):
     def _sound(self) -> bool:
         tensors = [t for net in self.oracle.nets for t in (*net.parameters(), *net.buffers())]
         return all(bool(t.isfinite().all()) for t in tensors)
+
+    def _moments_are_finite(self) -> bool:
+        oracle = self.oracle
+        return all(finite(moments_of(each, oracle.params(worker))) for worker, each in enumerate(oracle.optimizers))
 
     def _local(self) -> bool:
         return self.oracle.known.local and self.oracle.number + 1 >= self.oracle.known.start
@@ -146,7 +151,7 @@ class Training(RuleBasedStateMachine):
     def poison(self, worker: int, name: str) -> None:
         """Let a weight of one worker become NaN between two synchronisations."""
         worker %= self.setup.workers
-        alone = self.setup.workers == 1
+        alone = self.setup.workers == 1 or not self._moments_are_finite()  # or no worker would be sound
         if alone or not self._apart() or self.oracle.known.group or self.setup.amp or not self._sound():
             return
         self.oracle.nets[worker].get_parameter(name).data.view(-1)[0] = torch.nan
@@ -157,7 +162,7 @@ class Training(RuleBasedStateMachine):
     def poison_buffer(self, worker: int) -> None:
         """Let a buffer of one worker become NaN between two synchronisations."""
         worker %= self.setup.workers
-        if self._apart() and self._sound() and self.setup.workers > 1:
+        if self._apart() and self._sound() and self._moments_are_finite() and self.setup.workers > 1:
             self.oracle.nets[worker].get_buffer("norm.running_mean")[0] = torch.nan
             self._checked(self._call("poison", worker=worker, name="norm.running_mean"))
 
