@@ -79,7 +79,7 @@ def counted(text: str, unit: Quantity, option: str) -> tuple[int, float]:
     count, at, value = (piece.strip() for piece in text.partition("@"))
     if not at or not count.isdecimal() or int(count) < 1:
         raise UsageError(f"{option} {text}: write a number of at least 1, an @, and {unit.hint}.")
-    return int(count), parse(value, unit, option)
+    return int(count), parse(value, unit, f"{option} {count} @")
 
 
 def rate_text(bits_per_s: float, digits: int = 6) -> str:
