@@ -81,13 +81,13 @@ def test_the_baselines_run_beside_the_plans(here, monkeypatch):
 @pytest.mark.nightly
 def test_the_same_plan_gives_the_same_losses_and_others_send_less(outside, tiny, tmp_path):
     path = tmp_path / "out.json"
-    ended = compare(outside, tiny, ["ddp()", "ddp()", "power_sgd(rank=1)", LOCAL], path)
+    ended = compare(outside, tiny, ["ddp()", "ddp()", "power_sgd(rank=1, bits=4)", LOCAL], path)
     ddp, again, low_rank, local = json.loads(path.read_text())
     assert {k: ddp[k] for k in ("loss_start", "loss_final")} == {k: again[k] for k in ("loss_start", "loss_final")}
     assert low_rank["wire_bytes"] * 10 < ddp["wire_bytes"]
     assert local["wire_bytes"] * 3 < ddp["wire_bytes"]
     lines = ended.out.splitlines()
-    assert [line for line in lines if line.startswith("power_sgd(rank=1) step=8/8 loss=")]
+    assert [line for line in lines if line.startswith("power_sgd(rank=1, bits=4) step=8/8 loss=")]
     assert sum(line.split()[:1] == ["ddp()"] and "1.0x" in line for line in lines) == 2
 
 

@@ -65,7 +65,7 @@ class TestAsRoot:
             "--plan",
             "ddp()",
             "--plan",
-            "power_sgd(rank=4)",
+            "power_sgd(rank=4, bits=None)",
             "--plan",
             "post_local_sgd(period=2)",
         ]
@@ -148,7 +148,7 @@ def test_the_example_script_until_a_loss(outside, tmp_path):
     given = ["--script", "examples/own_script.py", "--workers", "2", "--until-loss", "0.03", "--json", str(path)]
     ended = outside("-m", "laconic", "compare", "--no-baselines", *given, *plans, "--", "300")
     assert (ended.code, ended.err) == (0, "")
-    for row, plan in zip(rows_of(path), ("ddp()", "power_sgd(rank=2)"), strict=True):
+    for row, plan in zip(rows_of(path), ("ddp()", "power_sgd(rank=2, bits=4)"), strict=True):
         assert (row["plan"], row["model"], row["loss_of"], row["ended"]) == (plan, "own_script.py", "training", "loss")
         assert row["loss_final"] <= 0.03  # type: ignore[operator]
         assert 8 < row["steps"] < 300  # type: ignore[operator]

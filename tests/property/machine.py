@@ -190,7 +190,7 @@ class Training(RuleBasedStateMachine):
         self._checked(self._call("add"))
 
     @precondition(lambda self: self.setup.workers > 1)
-    @rule(kind=st.sampled_from(("plan", "groups", "fragments")))
+    @rule(kind=st.sampled_from(("plan", "groups")))
     def refused(self, kind: str) -> None:
         """Attach to another model what cannot be right: refused on all workers, which can train without a session."""
         found = {str(reply) for reply in self._call("refused", kind=kind)}

@@ -112,7 +112,6 @@ FOUND: list[tuple[str, Setup, list[Program]]] = [
     ("batch_norm_ddp", Setup("ddp", wrap="ddp", features=BATCH_NORM), [_steps(2)]),
     ("refused", Setup(), [lambda t: t.refused(kind="plan")]),
     ("refused", Setup(), [lambda t: t.refused(kind="groups")]),
-    ("refused_late", Setup(), [lambda t: t.refused(kind="fragments")]),
 ]  # fmt: skip
 
 

@@ -244,8 +244,6 @@ class Trainer:
         plan = laconic.power_sgd(rank=1 + (self.worker == 0))
         if kind == "groups":
             plan = laconic.post_local_sgd(group=5)
-        elif kind == "fragments":
-            plan = laconic.streaming_diloco(period=50, fragments=40, lr=0.7, momentum=0.9, codec=laconic.Exact())
         error = ""
         try:
             laconic.attach(plan, net, optimizer, timeout_s=TIMEOUT_S).detach()
