@@ -1,4 +1,4 @@
-"""The front of loss against bytes: one training with each plan, beside `ddp()` and beside workers that never communicate.
+"""The front of loss against bytes: one training with each plan, beside `ddp()` and beside `alone()`.
 
     python benchmarks/frontier.py --device cuda                       # a GPT of 10.7 M parameters, 4 workers on one GPU
     python benchmarks/frontier.py --device cuda --steps 3000 --seeds 0 --plans "frugal(bytes='60x')"
