@@ -1,4 +1,4 @@
-"""The front of loss against bytes: one training with each plan, beside `ddp()` and beside workers that never talk.
+"""The front of loss against bytes: one training with each plan, beside `ddp()` and beside `alone()`.
 
     python benchmarks/frontier.py --device cuda                       # a GPT of 10.7 M parameters, 4 workers on one GPU
     python benchmarks/frontier.py --device cuda --steps 3000 --seeds 0 --plans "frugal(bytes='60x')"
@@ -6,7 +6,7 @@
 
 Workers are processes that exchange over gloo. Each trains on bytes of Python's standard library, with AdamW, a cosine
 learning rate and gradients clipped at norm 1. The validation loss is that of the averaged weights; workers that never
-talk have none, so theirs is the mean of their own losses. Bytes are those of the ledger of worker 0.
+communicate have none, so theirs is the mean of their own losses. Bytes are those of the ledger of worker 0.
 
     kept = (loss of alone() - loss of the plan) / (loss of alone() - loss of ddp())
     fewer = bytes of ddp() / bytes of the plan

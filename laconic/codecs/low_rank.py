@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -139,7 +140,7 @@ class LowRank:
         back = {name: x.T.contiguous() for name, x in reduced.mean.items()}
         return Reduced(back, lambda: {name: x.T for name, x in reduced.own().items()})
 
-    @property
+    @cached_property
     def of_factors(self) -> Quantized:
         """The codec of the factors' numbers, where `bits` is given."""
         return Quantized(self.bits or 8)

@@ -49,7 +49,6 @@ COUNT = Quantity(
     "a number of at least 1, such as 30846720, 350M or 1.5B",
     least=1.0,
 )
-FACTOR = Quantity({"": 1.0, "x": 1.0}, "a number of at least 1 and an x, such as 1.5x", least=1.0)
 
 
 def parse(text: str, unit: Quantity, option: str) -> float:
@@ -57,8 +56,8 @@ def parse(text: str, unit: Quantity, option: str) -> float:
 
     >>> parse("250ms", DURATION, "--step"), parse("1.5GB", BYTES, "--budget"), parse("350M", COUNT, "--parameters")
     (0.25, 1500000000.0, 350000000.0)
-    >>> parse("6MB/s", RATE, "--link"), parse("60x", FACTOR, "--bytes")
-    (48000000.0, 60.0)
+    >>> parse("6MB/s", RATE, "--link")
+    48000000.0
     >>> parse("fast", RATE, "--link")
     Traceback (most recent call last):
     laconic.tools.errors.UsageError: --link fast: write a rate of at least 1kbit: ...
@@ -73,13 +72,13 @@ def parse(text: str, unit: Quantity, option: str) -> float:
 def counted(text: str, unit: Quantity, option: str) -> tuple[int, float]:
     """Read how many, an @, and a number with a unit.
 
-    >>> counted("2 @ 1gbit", RATE, "--link"), counted("2@1.5x", FACTOR, "--stragglers")
-    ((2, 1000000000.0), (2, 1.5))
+    >>> counted("2 @ 1gbit", RATE, "--link")
+    (2, 1000000000.0)
     """
     count, at, value = (piece.strip() for piece in text.partition("@"))
     if not at or not count.isdecimal() or int(count) < 1:
         raise UsageError(f"{option} {text}: write a number of at least 1, an @, and {unit.hint}.")
-    return int(count), parse(value, unit, option)
+    return int(count), parse(value, unit, f"{option} {count} @")
 
 
 def rate_text(bits_per_s: float, digits: int = 6) -> str:

@@ -116,9 +116,9 @@ def _local_steps(worker: int) -> tuple[list[int], list[bool]]:
 def test_local_steps_are_silent_and_rounds_bring_replicas_together():
     (sent, together), _ = run_workers(_local_steps, 2)
     size = 4 * sum(p.numel() for p in mlp().parameters())
-    talks = [1, 2, 6, 10]
-    assert sent == [size * sum(t <= step for t in talks) for step in range(1, 11)]
-    assert together == [step in talks for step in range(1, 11)]
+    syncs = [1, 2, 6, 10]
+    assert sent == [size * sum(t <= step for t in syncs) for step in range(1, 11)]
+    assert together == [step in syncs for step in range(1, 11)]
 
 
 def _accumulate(worker: int, text: str, no_sync: bool) -> Tensor:

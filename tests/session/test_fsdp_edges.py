@@ -136,7 +136,7 @@ def _detach(worker: int) -> None:
     after = steps(native, of_native, worker, 3, first=3)
     of_native_calls = counted.restart()
     assert steps(model, optimizer, worker, 3, first=3) == after
-    assert counted.restart() == of_native_calls, "torch talks as before, and nobody else does"
+    assert counted.restart() == of_native_calls, "torch sends as before, and nothing else does"
     with laconic.attach(laconic.diloco(period=2), model, optimizer) as again:
         steps(model, optimizer, worker, 1, first=6)
         assert again.ledger.totals(by="phase").get("gradient") is None

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import laconic
+import laconic.tools
 from laconic.cli.migrate import migrate
 from laconic.tools.migrate import ParsedScript, ScriptChange, ScriptError
 
@@ -292,7 +292,7 @@ def test_a_file_that_libcst_would_change_is_not_written(tmp_path: Path, text: st
 
 def test_without_libcst_the_error_gives_the_extra_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(sys.modules, "laconic.tools.migrate")
-    monkeypatch.delattr(laconic, "migrate")
+    monkeypatch.delattr(laconic.tools, "migrate")
     monkeypatch.setitem(sys.modules, "libcst", None)
     code, _, err = run(put(tmp_path, LINE + "\n"))
     assert code == 2 and 'pip install "laconic[migrate]"' in err

@@ -63,7 +63,7 @@ class BucketMatrices:
         self.finite = torch.ones((), dtype=torch.int32, device=self.device)
         """Whether the messages of this exchange were finite."""
         self.keep = torch.ones((), dtype=torch.int32, device=self.device)
-        """The same, until the caller writes the verdict on all exchanges of the step into it."""
+        """The same, until the caller writes into it whether all exchanges of the step are finite."""
         self.always = torch.ones((), dtype=torch.int32, device=self.device)
         self.never = torch.zeros_like(self.always)
         # `parts` are summed before `Orthonormal` uses the same memory.

@@ -65,6 +65,7 @@ class Script:
 class TrainingRun:
     """One run of a training with a plan, on the workers of this machine; with the slow link or without.
 
+    >>> from laconic import ddp
     >>> TrainingRun(ddp(), goal=Goal(steps=10)).label
     'ddp()'
     """
@@ -87,6 +88,7 @@ class TrainingRun:
 def label(plan: Plan, without_link: bool, changed_to: str | None = None) -> str:
     """The plan, what the run changed it to, and whether it runs without the slow link of the others.
 
+    >>> from laconic import ddp
     >>> label(ddp(), without_link=True)
     'ddp() without the slow link'
     """
