@@ -1,7 +1,8 @@
 """The folder of a run, which holds one folder for each checkpoint.
 
     step-00000042                  a checkpoint: complete, or damaged since
-    .step-00000043.1f83d9ab.tmp    being written, or removed
+    .step-00000043.1f83d9ab.tmp    being written
+    .step-00000041.5be0cd19.gone   being removed
     .step-00000042.old             replaced by another checkpoint of that step; it counts until that one is in place
 
 A name without a dot appears and disappears in one rename. The next save removes what a killed process left. The random
@@ -19,7 +20,9 @@ from pathlib import Path
 
 from laconic.errors import CheckpointError
 
-_NAME = re.compile(r"(?P<dot>\.?)step-(?P<step>\d{8}|[1-9]\d{8,18})(?P<kind>|\.old|\.[0-9a-f]{8}\.tmp)", re.ASCII)
+_NAME = re.compile(
+    r"(?P<dot>\.?)step-(?P<step>\d{8}|[1-9]\d{8,18})(?P<kind>|\.old|\.[0-9a-f]{8}\.(tmp|gone))", re.ASCII
+)
 
 
 def final_path(folder: Path, step: int) -> Path:
@@ -28,7 +31,7 @@ def final_path(folder: Path, step: int) -> Path:
 
 
 def temporary_path(folder: Path, step: int) -> Path:
-    """Return a new, hidden path for a checkpoint that is being written or removed."""
+    """Return a new, hidden path for a checkpoint that is being written."""
     return folder / f".step-{step:08d}.{secrets.token_hex(4)}.tmp"
 
 
@@ -37,7 +40,7 @@ def _old_path(folder: Path, step: int) -> Path:
 
 
 def _listed(folder: Path, kind: str) -> list[tuple[int, Path]]:
-    """Return what there is of a kind ("", ".old" or ".tmp"), with its step. Other names are ignored."""
+    """Return what there is of a kind ("", ".old", ".tmp" or ".gone"), with its step. Other names are ignored."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -45,7 +48,8 @@ def _listed(folder: Path, kind: str) -> list[tuple[int, Path]]:
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be listed: {error}. It should be a folder of checkpoints.") from error
     matches = [match for match in map(_NAME.fullmatch, names) if match and bool(match["dot"]) == bool(match["kind"])]
-    return [(int(match["step"]), folder / match[0]) for match in matches if match["kind"][-4:] == kind]
+    found = [match for match in matches if (match["kind"].endswith(kind) if kind else not match["kind"])]
+    return [(int(match["step"]), folder / match[0]) for match in found]
 
 
 def complete(folder: Path) -> dict[int, Path]:
@@ -65,7 +69,7 @@ def make_temporary(folder: Path, step: int) -> Path:
         fsync_folder(folder.parent)
     final = dict(_listed(folder, ""))
     replaced = [(each, path) for each, path in _listed(folder, ".old") if each in final]
-    for _, path in [*_listed(folder, ".tmp"), *replaced]:
+    for _, path in [*_listed(folder, ".tmp"), *_listed(folder, ".gone"), *replaced]:
         discard(path)
     path = temporary_path(folder, step)
     path.mkdir()
@@ -85,16 +89,26 @@ def put_in_place(temporary: Path, step: int) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint: it loses its name in one step, and then its contents. A link is not followed."""
+    """Remove a checkpoint: it loses its name in one step, and then its contents. A link is not followed.
+
+    So another worker that still writes to it fails, and cannot leave a file in it that keeps the folder there: the
+    others wait until its name is gone.
+    """
     match = _NAME.fullmatch(path.name)
     with suppress(OSError):
         if path.is_symlink():
             os.unlink(path)
-        elif match is not None and not match["dot"]:
-            gone = temporary_path(path.parent, int(match["step"]))
-            os.rename(path, gone)
-            path = gone
-        shutil.rmtree(path, ignore_errors=True)
+            return
+        gone = path
+        if match is not None:
+            gone = path.with_name(f".step-{int(match['step']):08d}.{secrets.token_hex(4)}.gone")
+            try:
+                os.rename(path, gone)
+            except OSError:
+                if not match["dot"]:  # a complete checkpoint stays whole if it cannot be renamed
+                    raise
+                gone = path
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def fsync_folder(path: Path) -> None:

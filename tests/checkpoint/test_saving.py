@@ -6,6 +6,7 @@ import errno
 import gc
 import logging
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from laconic import checkpoint
 from laconic.checkpoint import CheckpointError
+from laconic.checkpoint import folder as folders
 from tests.checkpoint.trees import same
 
 
@@ -81,7 +83,13 @@ def test_a_process_killed_while_it_replaces_loses_nothing(tmp_path):
 
 def test_what_killed_processes_left_is_ignored_and_then_removed(tmp_path):
     save(tmp_path, 1)
-    for name in (".step-00000007.0123abcd.tmp", ".step-00000001.old", ".step-00000002.0123abcd.tmp"):
+    left = (
+        ".step-00000007.0123abcd.tmp",
+        ".step-00000001.old",
+        ".step-00000002.0123abcd.tmp",
+        ".step-00000003.0123abcd.gone",
+    )
+    for name in left:
         (tmp_path / name).mkdir()
         (tmp_path / name / "worker-00000.safetensors").write_text("{")
     assert [each.step for each in checkpoint.verify(tmp_path)] == [1]
@@ -216,6 +224,23 @@ def test_ctrl_c_during_a_save_leaves_nothing_and_the_next_save_works(tmp_path, m
     assert names(tmp_path) == []
     save(tmp_path, 2)
     assert names(tmp_path) == steps(2)
+
+
+def test_what_is_removed_loses_its_name_before_its_contents(tmp_path, monkeypatch):
+    """Else a file that another worker writes meanwhile keeps the folder there, and the others wait for its end."""
+    path = folders.make_temporary(tmp_path, 2)
+    (path / "worker-00000.safetensors").write_bytes(b"0")
+    remove = shutil.rmtree
+
+    def remove_late(gone: Path, **options: bool) -> None:
+        with pytest.raises(FileNotFoundError):
+            (path / "worker-00001.json").write_bytes(b"")
+        assert folders.find_temporary(tmp_path, 2) is None
+        remove(gone, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_late)
+    folders.discard(path)
+    assert names(tmp_path) == []
 
 
 def test_a_folder_that_is_a_file(tmp_path):

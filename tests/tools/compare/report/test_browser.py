@@ -102,4 +102,4 @@ def test_the_raw_data_can_be_read_back(browser, address):
         "Network.emulateNetworkConditions",
         {"offline": False, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1},
     )
-    assert browser.execute_script(read, link) == [outcome.plan for outcome in ALL]
+    assert browser.execute_script(read, link) == [repr(outcome.plan) for outcome in ALL]
