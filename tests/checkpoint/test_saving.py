@@ -232,11 +232,11 @@ def test_what_is_removed_loses_its_name_before_its_contents(tmp_path, monkeypatc
     (path / "worker-00000.safetensors").write_bytes(b"0")
     remove = shutil.rmtree
 
-    def remove_late(gone: Path, **options: bool) -> None:
+    def remove_late(gone: Path, ignore_errors: bool) -> None:
         with pytest.raises(FileNotFoundError):
             (path / "worker-00001.json").write_bytes(b"")
         assert folders.find_temporary(tmp_path, 2) is None
-        remove(gone, **options)
+        remove(gone, ignore_errors=ignore_errors)
 
     monkeypatch.setattr(shutil, "rmtree", remove_late)
     folders.discard(path)
