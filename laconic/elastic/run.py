@@ -279,7 +279,7 @@ class Run:
         # 1. Copy the state to host memory. It does not count yet.
         step = self.session.step
         self._history.take(step, self.members)
-        # 2. Gather four numbers of each worker: whoever has them all knows that all others hold the snapshot, too.
+        # 2. Gather four numbers of each worker: one that has all of them knows that the others hold the snapshot.
         rows = self.session.gather([step, self._stop, monitor.join_requested, monitor.error is not None])
         steps, stops, joins, failures = zip(*rows, strict=True)
         if set(steps) != {step}:

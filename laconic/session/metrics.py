@@ -74,7 +74,7 @@ class Health:
 
     @property
     def finite(self) -> bool:
-        """Whether all numbers are finite; a step with NaN tells nothing."""
+        """Whether all numbers are finite; a step with NaN is no measurement."""
         return all(map(math.isfinite, (self.residual, self.error, self.agreement, self.norm, self.drift)))
 
 
