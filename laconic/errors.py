@@ -22,7 +22,7 @@ class DesyncError(RuntimeError):
 
 
 class NonFiniteError(RuntimeError):
-    """NaN or Inf on some workers. `workers` are their indices."""
+    """NaN or Inf on some workers. `workers` are their indices; of a sharded model, those of the replicas."""
 
     def __init__(self, message: str, workers: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -83,13 +83,13 @@ def outliers(values: Sequence[Value]) -> tuple[Value, list[int]]:
     return usual, [worker for worker, each in enumerate(values) if each != usual]
 
 
-def names(workers: Sequence[int]) -> str:
+def names(workers: Sequence[int], each: str = "worker") -> str:
     """Format workers for a message.
 
     >>> names([2]), names([1, 3])
     ('worker 2', 'workers 1, 3')
     """
-    return f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
+    return f"{each}{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
 
 
 class PlanError(ValueError):

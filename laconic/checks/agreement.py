@@ -90,6 +90,15 @@ def _highest(x: Tensor) -> Exchange[Tensor]:
     return (yield Max(x)).cpu()
 
 
+def of_all_shards(
+    shards: CollectiveQueue, bad: Sequence[int], where: str, parameters: Sequence[str], replicas: int
+) -> tuple[list[int], str]:
+    """Join what the workers that hold the shards of one replica have found: which replicas, and the first parameter."""
+    early = len(parameters) - parameters.index(where) if where in parameters else 0  # the largest is the first one
+    first, *found = shards.largest(early, *(int(replica in bad) for replica in range(replicas)))
+    return [replica for replica, each in enumerate(found) if each], parameters[-first] if first else where
+
+
 def parameter_facts(parameters: Iterable[tuple[str, Tensor]], what: str = "parameter") -> dict[str, str]:
     """State index, name, shape, dtype, memory layout and whether it is trained of each parameter, in order."""
     return {f"{what} {index}": _fact(name, p) for index, (name, p) in enumerate(parameters)}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from laconic.checks.agreement import all_same
+from laconic.checks.agreement import all_same, of_all_shards
 from laconic.comm.queue import CollectiveQueue
 from laconic.errors import DivergedError, names, outliers
 from laconic.values import is_whole
@@ -38,21 +38,35 @@ class DivergenceCheck:
         self.every = every
         self._count = 0
 
-    def after_sync(self, queue: CollectiveQueue, weights: Mapping[str, Tensor], local: bool, step: int) -> None:
-        """Count a synchronisation; where one is due, raise `DivergedError` on all workers unless weights are equal."""
+    def after_sync(
+        self,
+        queue: CollectiveQueue,
+        weights: Mapping[str, Tensor],
+        local: bool,
+        step: int,
+        shards: CollectiveQueue | None = None,
+    ) -> None:
+        """Count a synchronisation; where one is due, raise `DivergedError` on all workers unless weights are equal.
+
+        On all: also on those that hold other `shards` of the same replicas.
+        """
         self._count += 1
         every = self.every if self.every is not None else (1 if local else EVERY_GRADIENT_STEPS)
         if every and queue.workers > 1 and self._count % every == 0:
-            compare_weights(queue, weights, f"after step {step}")
+            compare_weights(queue, weights, f"after step {step}", shards)
 
 
-def compare_weights(queue: CollectiveQueue, weights: Mapping[str, Tensor], when: str) -> None:
+def compare_weights(
+    queue: CollectiveQueue, weights: Mapping[str, Tensor], when: str, shards: CollectiveQueue | None = None
+) -> None:
     """Raise `DivergedError` on all workers unless all hold the same weights, bit for bit."""
-    found = first_difference(queue, weights)
-    if found is not None:
-        odd, name = found
+    odd, name = first_difference(queue, weights) or ([], "")
+    each = "worker" if shards is None else "replica"
+    if shards is not None:
+        odd, name = of_all_shards(shards, odd, name, list(weights), queue.workers)
+    if odd:
         raise DivergedError(
-            f"{when}, {names(odd)} holds other weights than the rest, first in {name}, where all must be equal.\n"
+            f"{when}, {names(odd, each)} holds other weights than the rest, first in {name}, where all must be equal.\n"
             "  A bit may have flipped in memory, the hardware may differ between workers (then attach with "
             "verify_every=0), or other code writes to the weights. Go back to a checkpoint, or average them.",
             odd,

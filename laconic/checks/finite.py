@@ -4,6 +4,9 @@ A message is smaller than the gradients, and a non-finite gradient makes a codec
 worker with non-finite numbers also sets the first number of its message to NaN: a mean of finite numbers is finite, as
 they are divided before they are summed, so all workers look only at the first number of the mean. On a GPU nothing
 waits for the result: fused optimizers skip the step on the device, and the worker is named a step later.
+
+Of a sharded model, the workers of one exchange hold the same shard, and see NaN in this shard alone. So the workers
+that hold the shards of one replica exchange one number in each step that averages gradients, and all decide alike.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from laconic.comm.queue import CollectiveQueue
+from laconic.checks.agreement import of_all_shards
+from laconic.comm.queue import Agree, CollectiveQueue
 from laconic.errors import NonFiniteError, names
 from laconic.exchange import Averaged, Decide, Exchange, Mean, Request, all_finite, intercept, total
 from laconic.packing import side_by_side
@@ -40,10 +44,12 @@ def check_policy(policy: object) -> None:
         )
 
 
-def scale_without(queue: CollectiveQueue, finite: Sequence[bool], what: str, policy: NonFinite) -> float:
+def scale_without(
+    queue: CollectiveQueue, finite: Sequence[bool], what: str, policy: NonFinite, each: str = "worker"
+) -> float:
     """Return the factor for a mean to which workers with NaN or Inf contribute zeros; raise if the policy says so."""
     bad = [worker for worker, fine in enumerate(finite) if not fine]
-    text = f"{what}: {names(bad)} had NaN or Inf ({queue.level})"
+    text = f"{what}: {names(bad, each)} had NaN or Inf ({queue.level})"
     if policy == "raise" or len(bad) == len(finite):
         raise NonFiniteError(f"{text}. Nothing was averaged.", bad)
     logger.warning("%s. The others average without, and all take their mean.", text)
@@ -75,11 +81,16 @@ class _Late:
 
 
 class NonFiniteCheck:
-    """Observes the gradients of one step: this worker's messages, and the means."""
+    """Observes the gradients of one step: this worker's messages, and the means.
 
-    def __init__(self, policy: NonFinite, late: bool = False) -> None:
+    `shards` are the workers that hold the shards of this replica: if one of them finds NaN, all have.
+    """
+
+    def __init__(self, policy: NonFinite, late: bool = False, shards: CollectiveQueue | None = None) -> None:
         check_policy(policy)
         self.policy: NonFinite = policy
+        self._shards = shards
+        self._each = "worker" if shards is None else "replica"
         self.late = late
         """Whether the optimizers skip a non-finite step themselves, and it is reported a step later."""
         self._seen: list[_Observed] = []
@@ -119,19 +130,39 @@ class NonFiniteCheck:
 
         end = yield from intercept(average(), see)
         if share < 1:
-            logger.warning("gradients: %.0f%% of the workers had NaN or Inf, and were left out.", 100 * (1 - share))
+            percent = 100 * (1 - share)
+            logger.warning("gradients: %.0f%% of the %ss had NaN or Inf, and were left out.", percent, self._each)
         looked = len(means) == len(own)  # at each message's first number
         finite = all(means) if looked else end.finite() if ok is None else ok
         self._seen.append(_Observed(own, finite, tuple(tensors)))
         return end if end.decided else replace(end, finite=lambda: torch.as_tensor(finite))
 
-    @staticmethod
-    def _share_of_finite(tensors: Mapping[str, Tensor]) -> Exchange[float]:
+    @property
+    def agree(self) -> Agree | None:
+        """Returns whether a batch is finite in all shards of this replica; None if it has none, or checks nothing."""
+        return None if self._shards is None or self.policy == "ignore" else self._agree
+
+    def _agree(self, ok: Tensor) -> Tensor:
+        assert self._shards is not None
+        (bad,) = self._shards.largest(int(not bool(ok)))
+        return torch.tensor(not bad, device=ok.device)
+
+    def conclude(self) -> Exchange[bool]:
+        """Note and return whether all that was averaged since the last optimizer's step is finite.
+
+        The last exchange before a flush: with `agree`, the answer is that of all shards.
+        """
+        ok = yield Decide(torch.tensor(_all_true([each.mean for each in self._seen])))
+        self._seen.append(_Observed([], bool(ok), ()))
+        return bool(ok)
+
+    def _share_of_finite(self, tensors: Mapping[str, Tensor]) -> Exchange[float]:
         """Return the share of workers whose gradients are finite; let the gradients of the others count as zeros.
 
         The finite ones are scaled up for that, and not the mean: it also holds residuals.
         """
         own = _finite(tensors)
+        own = own if self.agree is None else self.agree(own)  # a replica is left out as a whole
         share = float((yield Mean(own.to(torch.float32).reshape(1))))
         if 0 < share < 1:
             for t in tensors.values():
@@ -152,8 +183,11 @@ class NonFiniteCheck:
             return False
         now = gradients()
         bad, where = _who_and_where(queue, seen, list(now))
-        where = where or _first_nonfinite(now) or "several parameters"
-        message = f"step {step}: {names(bad) if bad else 'some worker'} had NaN or Inf, in {where}"
+        where = where or _first_nonfinite(now)
+        if self._shards is not None:
+            bad, where = of_all_shards(self._shards, bad, where, list(now), queue.workers)
+        where = where or "several parameters"
+        message = f"step {step}: {names(bad, self._each) if bad else f'some {self._each}'} had NaN or Inf, in {where}"
         if self.policy == "raise":
             raise NonFiniteError(f"{message}. No worker has stepped.", bad)
         logger.warning("%s. No worker steps, and no codec keeps anything of it.", message)

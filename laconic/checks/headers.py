@@ -106,8 +106,14 @@ class Headers:
         return max(header.step_ms for header in self.all)
 
 
-def exchange_headers(queue: CollectiveQueue, header: Header) -> Headers:
-    """Check that all workers are at the same step with the same plan and model, and return what they state."""
+def exchange_headers(queue: CollectiveQueue, header: Header, shards: CollectiveQueue | None = None) -> Headers:
+    """Check that all workers are at the same step with the same plan and model, and return what they state.
+
+    The workers that hold the `shards` of one replica state the same: that of any of them counts for all.
+    """
+    if shards is not None:
+        bad, stop, step_ms = shards.largest(int(not header.finite), int(header.stop), header.step_ms)
+        header = replace(header, finite=not bad, stop=bool(stop), step_ms=step_ms)
     if queue.workers == 1:
         return Headers((header,))
     return _read(queue, header, queue.run(_gathered(queue, header), "control"))

@@ -42,6 +42,7 @@ class Levels:
     """The groups that this worker is in, each with its queue; the one of all workers always exists.
 
     `prepare` makes the others, once all workers have agreed on the plan. `device` is where the averaged tensors are.
+    `shards` is a group that no plan names: the workers that hold the shards of one sharded replica, this one included.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Levels:
         given: Given | None = None,
         timeout_s: float | None = None,
         device: torch.device | None = None,
+        shards: dist.ProcessGroup | None = None,
     ) -> None:
         check_timeout_s(timeout_s)
         self._given = {} if given is None else _by_size(given)
@@ -61,6 +63,8 @@ class Levels:
         self._made: list[dist.ProcessGroup] = []
         self.world = self._queue(group, "world")
         self._queues: dict[Level, CollectiveQueue] = {None: self.world, self.world.workers: self.world}
+        self._shards_group = shards
+        self.shards = None if shards is None else self._queue(shards, "shards")
 
     def _queue(self, group: dist.ProcessGroup | None, name: str) -> CollectiveQueue:
         if isinstance(group, GroupWithQueue):
@@ -103,7 +107,7 @@ class Levels:
 
     def regrouped(self, plan_levels: Sequence[Level], group: dist.ProcessGroup) -> Levels:
         """Make the levels of another group, with the same ledger and timeout."""
-        levels = Levels(plan_levels, group, self._ledger, None, self._timeout_s, self._device)
+        levels = Levels(plan_levels, group, self._ledger, None, self._timeout_s, self._device, self._shards_group)
         levels.prepare(plan_levels)
         return levels
 
@@ -115,11 +119,14 @@ class Levels:
         """List the levels that plans have named so far."""
         return [level for level in self._queues if level is not None]
 
+    def _all(self) -> list[CollectiveQueue]:
+        return [*dict.fromkeys(self._queues.values()), *([] if self.shards is None else [self.shards])]
+
     def close(self) -> None:
         """End the threads of all queues, and destroy the groups that were made for them."""
-        made = [] if any(queue.broken for queue in self._queues.values()) else self._made
+        made = [] if any(queue.broken for queue in self._all()) else self._made
         self._made = []
-        for queue in dict.fromkeys(self._queues.values()):
+        for queue in self._all():
             queue.close()
         for group in made:
             destroy_group(group)
@@ -127,7 +134,7 @@ class Levels:
     def abandon(self) -> None:
         """Leave all queues behind, with their collectives in flight."""
         self._made = []
-        for queue in dict.fromkeys(self._queues.values()):
+        for queue in self._all():
             queue.abandon()
 
     def away(self, limit_s: float) -> contextlib.AbstractContextManager[None]:
@@ -142,19 +149,20 @@ class Levels:
     @contextlib.contextmanager
     def _away(self, limit_s: float) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for queue in dict.fromkeys(self._queues.values()):
+            for queue in self._all():
                 if queue.timeout is not None:
                     stack.enter_context(queue.timeout.away(limit_s))
             yield
 
     def cancel_wait(self) -> None:
         """End the wait for a collective among all workers that is in progress."""
-        if self.world.timeout is not None:
-            self.world.timeout.cancel()
+        for queue in (self.world, self.shards):
+            if queue is not None and queue.timeout is not None:
+                queue.timeout.cancel()
 
     def raise_if_broken(self) -> None:
         """Raise the error that broke a collective in backward: DDP's C++ would not pass it on."""
-        for queue in self._queues.values():
+        for queue in self._all():
             if queue.broken is not None:
                 raise queue.broken
 

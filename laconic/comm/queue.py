@@ -39,6 +39,7 @@ from laconic.exchange import (
     Done,
     Exchange,
     First,
+    Max,
     Peers,
     Request,
     T,
@@ -137,11 +138,13 @@ class Pending(Generic[T]):
 class Flush:
     """Queued after the last exchange of a batch: run all of them to their end; if `void`, none keeps its state.
 
-    `since_s` is when the caller began to wait for it; None if it goes on meanwhile.
+    `since_s` is when the caller began to wait for it; None if it goes on meanwhile. `agree` is asked before `Decide` is
+    answered.
     """
 
     void: bool
     since_s: float | None
+    agree: Agree | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,8 @@ class EndThread:
     """Ends the thread."""
 
 
+Agree: TypeAlias = Callable[[Tensor], Tensor]
+"""Whether a batch is finite on other workers, too, that average other tensors of the same step: a 0-d tensor of one."""
 Items: TypeAlias = "queue.SimpleQueue[Running | Flush | EndThread]"
 """What the thread of a queue is given, in order."""
 
@@ -233,16 +238,16 @@ class CollectiveQueue:
                 self._items.put(running)
         return started
 
-    def flush(self, void: bool = False, waits: bool = True) -> None:
+    def flush(self, void: bool = False, waits: bool = True, agree: Agree | None = None) -> None:
         """Run all submitted exchanges to their end, without waiting for it; `waits` tells whether the caller will.
 
         If `void`, none keeps its state: of a backward that failed, whose other exchanges will never be submitted.
         """
         if not self._inline:
-            self._items.put(Flush(void, time.perf_counter() if waits else None))
+            self._items.put(Flush(void, time.perf_counter() if waits else None, agree))
             return
         with torch.no_grad(), self._own_stream.of(self._active):
-            self._finish(void)
+            self._finish(void, agree)
 
     def start(self, exchange: Exchange[T], phase: str) -> Pending[T]:
         """Queue an exchange whose result is waited for later, after a flush."""
@@ -256,16 +261,16 @@ class CollectiveQueue:
         self._flush_and_wait(started.future)
         return started.wait()
 
-    def run_all(self, exchanges: Iterable[Exchange[Any]], phase: str) -> None:
+    def run_all(self, exchanges: Iterable[Exchange[Any]], phase: str, agree: Agree | None = None) -> None:
         """Run exchanges together, and wait for all of them. What they return is dropped, each when it ends."""
         started = list(exchanges)
         if started:
             nothing, future = torch.empty(0), new_future(torch.empty(0))
             self.submit_all(started, phase, [nothing], [future])
-            self._flush_and_wait(future)
+            self._flush_and_wait(future, agree)
 
-    def _flush_and_wait(self, future: Future[Tensor]) -> None:
-        self.flush()
+    def _flush_and_wait(self, future: Future[Tensor], agree: Agree | None = None) -> None:
+        self.flush(agree=agree)
         try:
             wait_for(future)
         except BaseException:
@@ -279,6 +284,11 @@ class CollectiveQueue:
     def gather(self, x: Tensor) -> Tensor:
         """Gather `x` from every worker, on the host: [workers, *x.shape]. Every worker calls it and waits."""
         return x.cpu()[None] if self.workers == 1 else self.run(gather(x.to(self.device)), "control")
+
+    def largest(self, *numbers: int) -> list[int]:
+        """Return the largest of each number over all workers. Every worker calls it and waits."""
+        found: list[int] = self.run(_largest(torch.tensor(numbers, device=self.device)), "control").tolist()
+        return found
 
     def close(self) -> None:
         """End the thread when all exchanges have ended, and destroy the group that was made for this queue.
@@ -322,7 +332,7 @@ class CollectiveQueue:
 
     def _serve_item(self, item: Running | Flush) -> None:
         if isinstance(item, Flush):
-            self._finish(item.void)
+            self._finish(item.void, item.agree)
             if item.since_s is not None:
                 self.ledger.add_wait(item.since_s)
         elif self.broken is not None:
@@ -331,12 +341,12 @@ class CollectiveQueue:
             older, self._active = self._active, [*self._active, item]
             self._advance_all([item, *older])
 
-    def _finish(self, void: bool) -> None:
+    def _finish(self, void: bool, agree: Agree | None) -> None:
         """Run all exchanges to their end; those that ask `Decide` get one answer, when all have asked or ended."""
         while self._active:  # until all have ended; one that asks `Decide` is passed over until all others have, too
             try:
                 if all(running.held is not None for running in self._active):
-                    decide(self._active, self._ended, void)
+                    decide(self._active, self._ended, void, agree)
             except Exception as error:
                 self._fail(error)
             self._advance_all(self._active)
@@ -437,12 +447,22 @@ def leave_thread(items: Items, thread: threading.Thread, timeout: CollectiveTime
         thread.join(10)
 
 
-def decide(held: Sequence[Running], ended: Iterable[Callable[[], Tensor]], void: bool) -> None:
+def decide(
+    held: Sequence[Running], ended: Iterable[Callable[[], Tensor]], void: bool, agree: Agree | None = None
+) -> None:
     """Give all exchanges that have asked `Decide` one answer: whether they and those that have `ended` are finite."""
     asked = [running.held for running in held if running.held is not None]
-    answer = torch.zeros_like(asked[0]) if void else all_true([*asked, *(finite() for finite in ended)])
+    if void:
+        answer = torch.zeros_like(asked[0])
+    else:
+        answer = all_true([*asked, *(finite() for finite in ended)])
+        answer = answer if agree is None else agree(answer)
     for running in held:
         running.answer, running.held = answer, None
+
+
+def _largest(x: Tensor) -> Exchange[Tensor]:
+    return (yield Max(x)).cpu()
 
 
 class OwnStream:

@@ -31,7 +31,7 @@ from laconic.session.foreign import (
     remember,
     scaler_of,
 )
-from laconic.session.fsdp import ShardedPath, check_sharded, replicas_of
+from laconic.session.fsdp import ShardedPath, check_sharded, replicas_of, shards_of
 from laconic.session.gradients import GradientAverager, GradientPath
 from laconic.session.live_model import LiveModel
 from laconic.session.module import ModulePath
@@ -127,22 +127,25 @@ def attach(
     whole = _group_of(ddp, group or replicas_of(units), levels)
     check_sharded(model, units, plan, whole)
     on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-    late = not units and not on_cpu and all(map(skips_itself, optimizers))
+    shards = shards_of(model)
+    late = shards is None and not on_cpu and all(map(skips_itself, optimizers))
     policy: NonFinite = nonfinite or ("skip" if late or on_cpu else "ignore")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    known = Levels(plan.levels, whole, ledger, levels, timeout_s, device)
+    known = Levels(plan.levels, whole, ledger, levels, timeout_s, device, shards)
     try:
         # 2. The parts of a session.
         divergence = DivergenceCheck(verify_every)
         live = LiveModel(ddp.module if ddp else model, optimizers, sharded=bool(units))
-        check = NonFiniteCheck(policy, late=late and policy == "skip")
+        check = NonFiniteCheck(policy, late=late and policy == "skip", shards=known.shards)
         averager = GradientAverager(live, known, check, scaler if units or ddp else None)
         weights = WeightSync(live, known, commit, anchors, policy, averager.chosen)
         headers = StepHeaders(plan, live, Stop())
         scaled = [ScaledSteps(each, wrapper) for each, wrapper in zip(optimizers, given, strict=True)]
         # 3. All workers compare what they were given and what they train, and start from the same weights.
         settings = {"commit": commit, "nonfinite": policy, "verify_every": verify_every, "sync_initial": sync_initial}
-        agree(known.world, "what is attached", _facts(plan, live, model, {**settings, "clip_norm": clip_norm}))
+        facts = _facts(plan, live, model, {**settings, "clip_norm": clip_norm})
+        for queue in filter(None, (known.world, known.shards)):
+            agree(queue, "what is attached", facts)
         warn_of_learning_rates(known.world, optimizers)
         known.prepare(plan.levels)
         path: GradientPath

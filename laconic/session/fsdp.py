@@ -6,6 +6,9 @@ gathered for that.
 
 FSDP calls one hook for each of its parameter groups. Where the buffer that it passes becomes the gradient as it is,
 the exchange runs while backward goes on, and backward ends when all exchanges have; otherwise FSDP waits for it.
+
+NaN on one worker reaches only the shards whose numbers it is in. At the end of backward, the workers that hold the
+shards of one replica agree whether all of them are finite: one number each, inside the replica.
 """
 
 from __future__ import annotations
@@ -20,20 +23,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
 from laconic.checks.agreement import agree
 from laconic.checks.headers import Headers, exchange_headers
 from laconic.codecs import Codec, Exact
 from laconic.comm.averaging import write
-from laconic.exchange import State
+from laconic.exchange import Averaged, Exchange, State
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Sync
 from laconic.session.gradients import GradientAverager
-from laconic.session.live_model import local_of
+from laconic.session.live_model import local_of, same_tensors
 from laconic.session.scaling import ScaledSteps
 from laconic.session.stop import StepHeaders
 from laconic.torch_private.autograd import at_end_of_backward, backward_id
+from laconic.torch_private.distributed import flat_group
 from laconic.torch_private.fsdp import Unit
 
 logger = logging.getLogger(__name__)
@@ -43,7 +48,6 @@ logger = logging.getLogger(__name__)
 class _Pending:
     """One unit's gradients that are being averaged, and what its parameters had for gradients before."""
 
-    backward: int
     params: list[nn.Parameter]
     pieces: list[Tensor]
     before: list[Tensor | None]
@@ -62,7 +66,11 @@ class ShardedPath:
         self._queue = averager.levels.world
         self._headers = headers
         self._codec: Codec | None = None
+        self._backward = -1
+        """The backward whose gradients are being averaged; -1 if there is none."""
         self._pending: list[_Pending] = []
+        self._before: State | None = None
+        """The codecs' state when this backward began, if some exchanges have not waited for those of the others."""
         self._kept_local: set[str] = set()
         """Parameters whose gradients earlier backwards of this step have reduced inside a replica only."""
         self._warned: set[int] = set()
@@ -95,7 +103,9 @@ class ShardedPath:
 
     def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
         """Exchange headers where they are due."""
-        return exchange_headers(self._queue, self._headers.stop_header()) if self._headers.stop_due else None
+        if not self._headers.stop_due:
+            return None
+        return exchange_headers(self._queue, self._headers.stop_header(), self._averager.levels.shards)
 
     def after_optimizer(self) -> None:
         """Do nothing: buffers stay as they are."""
@@ -127,9 +137,11 @@ class ShardedPath:
         if not unit.may_sync:
             self._kept_local.update(names)
             return
-        if self._pending and self._pending[-1].backward != backward_id():  # one that failed: its gradients are lost
-            self._pending.clear()
-            self._queue.flush(void=True, waits=False)
+        if self._backward != backward_id():
+            if self._backward != -1:  # one that failed: its gradients are lost
+                self._drop_pending()
+            self._backward = backward_id()
+            at_end_of_backward(self._finish)
         # 2. this worker's shards by name: views of the flat buffer
         pieces = unit.cut(flat, [self._live.params[name].shape for name in names if name])
         if pieces is None:
@@ -139,32 +151,43 @@ class ShardedPath:
         tensors = dict(zip(names, pieces, strict=True))
         # 3. exchange: waited for at the end of backward where FSDP makes the buffer the gradient, else here
         in_place = unit.becomes_gradient(flat)
-        future = self._average(tensors, self._live.state["gradient"], self._codec, flat, wait=not in_place)
-        if in_place:
-            self._pending.append(_Pending(backward_id(), params, pieces, [p.grad for p in params], future))
-            for p in params:
-                p.grad = None  # so that FSDP makes the buffer the gradient, and does not add it to an older one
-            at_end_of_backward(self._finish)
+        if not in_place:
+            self._wait_for(tensors, flat)
+            return
+        future = self._submit(self._averager.average(tensors), flat)
+        self._pending.append(_Pending(params, pieces, [p.grad for p in params], future))
+        for p in params:
+            p.grad = None  # so that FSDP makes the buffer the gradient, and does not add it to an older one
 
-    def _average(
-        self, tensors: dict[str, Tensor], state: State, codec: Codec, flat: Tensor, wait: bool
-    ) -> Future[Tensor]:
-        exchange = self._averager.encode(tensors, state, codec)
+    def _wait_for(self, tensors: dict[str, Tensor], flat: Tensor, codec: Codec | None = None) -> None:
+        """Average before backward goes on, and so before it is known whether the other gradients are finite."""
+        checked, gradient = self._averager.check.agree is not None, self._live.state["gradient"]
+        if checked and self._before is None:
+            self._before = same_tensors(gradient)
+        state = gradient if codec is None else {}
+        future = self._submit(self._averager.average(tensors, codec, state, reuse=not checked), flat)
+        self._queue.flush()
+        future.wait()
+
+    def _submit(self, exchange: Exchange[Averaged], flat: Tensor) -> Future[Tensor]:
         if flat.is_cuda and self._queue.device.type == "cpu":
             torch.cuda.current_stream(flat.device).synchronize()  # the queue's thread works on another stream
-        future = self._queue.submit(exchange, Payload.GRADIENT, flat)
-        if wait:
-            self._queue.flush()
-            future.wait()
-        return future
+        return self._queue.submit(exchange, Payload.GRADIENT, flat)
 
     @torch.no_grad()
     def _finish(self) -> None:
         """At the end of backward: wait for all gradients, and add them to those of earlier backwards."""
         pending, self._pending = self._pending, []
-        self._queue.flush()
+        before, self._before, self._backward = self._before, None, -1
+        # 1. whether all are finite, on all workers that hold the shards of this replica
+        check = self._averager.check
+        concluding = None if check.agree is None else self._queue.start(check.conclude(), Payload.GRADIENT)
+        self._queue.flush(agree=check.agree)
         for each in pending:
             each.future.wait()
+        if concluding is not None and not concluding.wait() and before is not None:
+            self._live.state["gradient"] = before
+        # 2. the buffers are the gradients now
         for each in reversed(pending):  # a unit may come twice: its gradient is now that of the later one
             for p, piece, before in zip(each.params, each.pieces, each.before, strict=True):
                 assert p.grad is not None
@@ -172,6 +195,17 @@ class ShardedPath:
                 if before is not None:
                     local_of(before).add_(piece)
                     p.grad = before
+
+    def _drop_pending(self) -> None:
+        """Let the exchanges of a backward that failed keep nothing."""
+        pending, self._pending = self._pending, []
+        before, self._before = self._before, None
+        self._queue.flush(void=True)
+        for each in pending:
+            each.future.wait()
+        if before is not None:
+            self._live.state["gradient"] = before
+        self._averager.check.forget()
 
     def _add_kept_local(self, params: Sequence[nn.Parameter], names: Sequence[str], pieces: Sequence[Tensor]) -> None:
         """Add what earlier backwards of this step have reduced inside a replica only."""
@@ -195,7 +229,7 @@ class ShardedPath:
                 "whatever the codec. Freeze unused parameters, or call set_reduce_scatter_unused_params(True).",
                 ", ".join(names),
             )
-        self._average({f"unit:{names[0]}": flat}, {}, Exact(), flat, wait=True)
+        self._wait_for({f"unit:{names[0]}": flat}, flat, Exact())
 
 
 def check_sharded_plan(units: Sequence[Unit], plan: Plan) -> None:
@@ -232,6 +266,33 @@ def check_sharded(model: nn.Module, units: Sequence[Unit], plan: Plan, group: di
                 'the same shard can average it: give group=mesh["replicate"].get_group(), on a mesh of two dimensions '
                 'such as init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard")).'
             )
+
+
+def shards_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """Find the group of the workers that hold the shards of one replica, this one included; None if it is whole."""
+    sharding = sys.modules.get("torch.distributed.tensor")
+    found: dict[tuple[int, ...], tuple[DeviceMesh, list[int]]] = {}
+    for p in model.parameters() if sharding is not None else ():
+        if isinstance(p, sharding.DTensor) and p.requires_grad:
+            mesh, here = p.device_mesh, p.device_mesh.get_coordinate()
+            dims = [dim for dim, placement in enumerate(p.placements) if not placement.is_replicate()]
+            ranks = mesh.mesh[tuple(slice(None) if dim in dims else here[dim] for dim in range(mesh.ndim))]
+            if ranks.numel() > 1:
+                found.setdefault(tuple(sorted(ranks.flatten().tolist())), (mesh, dims))
+    if not found:
+        return None
+    largest = max(found, key=len)
+    outside = [ranks for ranks in found if not set(ranks) <= set(largest)]
+    if outside:
+        raise ValueError(
+            f"attach: some parameters are sharded over workers {list(largest)}, and others over workers "
+            f"{list(outside[0])}. The workers of one replica skip a step and stop together, so one of its groups must "
+            "contain the others. Shard all parameters inside one mesh, or attach a session to each part of the model."
+        )
+    mesh, dims = found[largest]
+    if len(dims) == 1:
+        return mesh.get_group(dims[0])
+    return flat_group(mesh if len(dims) == mesh.ndim else mesh[tuple((mesh.mesh_dim_names or ())[dim] for dim in dims)])
 
 
 def replicas_of(units: Sequence[Unit]) -> dist.ProcessGroup | None:

@@ -15,7 +15,7 @@ from laconic.checks.headers import Headers
 from laconic.codecs import Codec, Exact
 from laconic.codecs.feedback import has_feedback, residuals_by_name
 from laconic.codecs.routing import routed
-from laconic.comm.averaging import write, written
+from laconic.comm.averaging import write
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Averaged, Decide, Exchange, Peers, State
@@ -116,27 +116,27 @@ class GradientAverager:
             chosen = wrap(chosen)
         return chosen
 
-    def average(self, bucket: dict[str, Tensor]) -> Exchange[Averaged]:
-        """Average a bucket of gradients, and write the means over it."""
+    def average(
+        self, bucket: dict[str, Tensor], codec: Codec | None = None, state: State | None = None, reuse: bool = True
+    ) -> Exchange[Averaged]:
+        """Average a bucket of gradients, and write the means over it.
+
+        A `codec` and its `state` replace those of the step. Without `reuse`, no tensor of the state is written.
+        """
         if self._scale is not None:
             self._scale.rescale()
-        codec, peers, state = self._codec, self._peers, self.live.state["gradient"]
+        codec, peers = self._codec if codec is None else codec, self._peers
+        state = self.live.state["gradient"] if state is None else state
 
         def average() -> Exchange[Averaged]:
             if CARRIED in state:
-                return deliver(bucket, state, codec, peers)
-            return codec.average(bucket, state, peers, reuse=True)
+                return deliver(bucket, state, codec, peers, reuse)
+            return codec.average(bucket, state, peers, reuse=reuse)
 
         end = yield from self.check.watch(bucket, average)
         if end.mean is not bucket:
             write(bucket, end.mean)
         return end
-
-    def encode(self, tensors: dict[str, Tensor], state: State, codec: Codec) -> Exchange[Averaged]:
-        """Average tensors through a codec, without a check, and write the means over them."""
-        if self._scale is not None:
-            self._scale.rescale()
-        return (yield from written(deliver(tensors, state, codec, self.levels.world.peers), tensors))
 
 
 def carry_residuals(old: State) -> State:
@@ -150,18 +150,18 @@ def carry_residuals(old: State) -> State:
     return {CARRIED: {"residual": residuals, "parts": dict.fromkeys(residuals, CARRY_STEPS)}} if residuals else {}
 
 
-def deliver(tensors: Mapping[str, Tensor], state: State, codec: Codec, peers: Peers) -> Exchange[Averaged]:
+def deliver(tensors: Mapping[str, Tensor], state: State, codec: Codec, peers: Peers, reuse: bool) -> Exchange[Averaged]:
     """Average `tensors`, with the next share added in their memory of the residuals that were carried over."""
     carried = state.get(CARRIED, {"residual": {}, "parts": {}})
     waiting: dict[str, Tensor] = carried["residual"]
     parts: dict[str, int] = carried["parts"]
     here = [name for name in tensors if name in waiting]
     if not here:
-        return (yield from codec.average(tensors, state, peers, reuse=True))
+        return (yield from codec.average(tensors, state, peers, reuse=reuse))
     with torch.no_grad():
         for name in here:
             tensors[name].add_(waiting[name], alpha=1 / parts[name])
-    end = yield from codec.average(tensors, state, peers, reuse=True)
+    end = yield from codec.average(tensors, state, peers, reuse=reuse)
     ok = end.finite() if end.decided else (yield Decide(end.finite()))
     if bool(ok):  # a step that is void has delivered nothing
         for name in here:

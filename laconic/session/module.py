@@ -84,7 +84,7 @@ class ModulePath:
         params = live.originals
         held = {id(p) for each in optimizers for p in each.parameters()}
         here = sum(1 << i for i, p in enumerate(params.values()) if p.grad is not None and id(p) in held)
-        headers = exchange_headers(queue, self._header(here, optimizers))
+        headers = exchange_headers(queue, self._header(here, optimizers), self._averager.levels.shards)
         live.sync_new(queue, among_all=queue is self._averager.levels.world)
         # 2. gradients, the same ones on every worker. The others keep None: no optimizer moves these parameters, and
         # their residuals stay.
@@ -101,7 +101,12 @@ class ModulePath:
             grads[name] = local_of(p.grad)
         # 3. exchange, in place
         buckets = [{name: grads[name] for name in names} for names in in_buckets({n: live.params[n] for n in used})]
-        queue.run_all([self._averager.average(bucket) for bucket in buckets], Payload.GRADIENT)
+        exchanges = [self._averager.average(bucket) for bucket in buckets]
+        check = self._averager.check
+        if check.agree is not None:
+            queue.run_all([*exchanges, check.conclude()], Payload.GRADIENT, check.agree)
+        else:
+            queue.run_all(exchanges, Payload.GRADIENT)
         for each in sparse:  # sparse again, for optimizers such as SparseAdam
             assert each.grad is not None
             each.grad = each.grad.to_sparse(1)

@@ -519,7 +519,8 @@ class Session:
         return {name: g.to_dense() if g is not None and g.is_sparse else g for name, g in grads.items()}
 
     def _compare_weights(self, local: bool) -> None:
-        self._divergence.after_sync(self._levels.world, self._live.params, local, self.step)
+        levels = self._levels
+        self._divergence.after_sync(levels.world, self._live.params, local, self.step, levels.shards)
 
     def _average_weights(self, optimizers: bool, force: bool) -> None:
         """Average weights where local steps have made them different, or `force` says so; and the optimizers' state."""

@@ -204,18 +204,21 @@ class WeightSync:
         live = self.live
         looked_at = {name: t for name, t in sent.items() if name not in live.nonfinite_by_design}
         finite = self.nonfinite == "ignore" or bool(all_finite(looked_at))
-        received = exchange_headers(queue, headers.header(finite=finite))
+        shards = self.levels.shards
+        received = exchange_headers(queue, headers.header(finite=finite), shards)
         headers.received(received, among_all=queue is self.levels.world)
         if all(received.finite):
             return Contributors(received.finite)
-        scale = scale_without(queue, received.finite, f"step {headers.step}, weights", self.nonfinite)
-        if not finite:
+        each = "worker" if shards is None else "replica"
+        scale = scale_without(queue, received.finite, f"step {headers.step}, weights", self.nonfinite, each)
+        excluded = not received.finite[queue.peers.rank]  # also if only another shard of this replica is not finite
+        if excluded:
             torch._foreach_zero_([*live.params.values(), *extra.values()])
             if anchored:
                 self._restore_anchor()
             if not any(key.startswith("moment:") for key in extra):
                 live.reset_optimizers(live.params)  # moments that made such weights
-        return Contributors(received.finite, scale, excluded=not finite)
+        return Contributors(received.finite, scale, excluded)
 
     # 3. Deltas
 

@@ -75,8 +75,8 @@ def _count(worker: int) -> None:
         assert session.ledger.totals(by="phase")["weights"].collectives == 2
         assert all(e.payload_bytes <= 8 * 64 for e in session.ledger.entries if e.phase == "control")
         assert counted.elements["all_reduce"] == shards(model).numel()
-        # A header before and a digest after each of the two rounds.
-        assert counted.restart() - of_fsdp == {"all_reduce": 2 + 4}
+        # A header before and a digest after each of the two rounds, and for both one inside the replica.
+        assert counted.restart() - of_fsdp == {"all_reduce": 2 + 4 + 4}
 
 
 def test_nothing_is_gathered_but_by_fsdp_itself():
