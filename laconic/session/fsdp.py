@@ -178,15 +178,15 @@ class ShardedPath:
     def _finish(self) -> None:
         """At the end of backward: wait for all gradients, and add them to those of earlier backwards."""
         pending, self._pending = self._pending, []
-        before, self._before, self._backward = self._before, None, -1
+        state, self._before, self._backward = self._before, None, -1
         # 1. whether all are finite, on all workers that hold the shards of this replica
         check = self._averager.check
         concluding = None if check.agree is None else self._queue.start(check.conclude(), Payload.GRADIENT)
         self._queue.flush(agree=check.agree)
         for each in pending:
             each.future.wait()
-        if concluding is not None and not concluding.wait() and before is not None:
-            self._live.state["gradient"] = before
+        if concluding is not None and not concluding.wait() and state is not None:
+            self._live.state["gradient"] = state
         # 2. the buffers are the gradients now
         for each in reversed(pending):  # a unit may come twice: its gradient is now that of the later one
             for p, piece, before in zip(each.params, each.pieces, each.before, strict=True):
@@ -199,12 +199,12 @@ class ShardedPath:
     def _drop_pending(self) -> None:
         """Let the exchanges of a backward that failed keep nothing."""
         pending, self._pending = self._pending, []
-        before, self._before = self._before, None
+        state, self._before = self._before, None
         self._queue.flush(void=True)
         for each in pending:
             each.future.wait()
-        if before is not None:
-            self._live.state["gradient"] = before
+        if state is not None:
+            self._live.state["gradient"] = state
         self._averager.check.forget()
 
     def _add_kept_local(self, params: Sequence[nn.Parameter], names: Sequence[str], pieces: Sequence[Tensor]) -> None:
@@ -272,8 +272,8 @@ def shards_of(model: nn.Module) -> dist.ProcessGroup | None:
     """Find the group of the workers that hold the shards of one replica, this one included; None if it is whole."""
     sharding = sys.modules.get("torch.distributed.tensor")
     found: dict[tuple[int, ...], tuple[DeviceMesh, list[int]]] = {}
-    for p in model.parameters() if sharding is not None else ():
-        if isinstance(p, sharding.DTensor) and p.requires_grad:
+    for p in model.parameters():
+        if sharding is not None and isinstance(p, sharding.DTensor) and p.requires_grad:
             mesh, here = p.device_mesh, p.device_mesh.get_coordinate()
             dims = [dim for dim, placement in enumerate(p.placements) if not placement.is_replicate()]
             ranks = mesh.mesh[tuple(slice(None) if dim in dims else here[dim] for dim in range(mesh.ndim))]
@@ -292,7 +292,8 @@ def shards_of(model: nn.Module) -> dist.ProcessGroup | None:
     mesh, dims = found[largest]
     if len(dims) == 1:
         return mesh.get_group(dims[0])
-    return flat_group(mesh if len(dims) == mesh.ndim else mesh[tuple((mesh.mesh_dim_names or ())[dim] for dim in dims)])
+    of_dims = mesh.mesh_dim_names or ()
+    return flat_group(mesh if len(dims) == mesh.ndim else mesh[tuple(of_dims[dim] for dim in dims)])
 
 
 def replicas_of(units: Sequence[Unit]) -> dist.ProcessGroup | None:

@@ -75,6 +75,15 @@ def _refuse_models(worker: int) -> None:
         _attach(parallel)
     assert _attach(parallel, group=group).workers == 2
 
+    crossed = nn.Linear(8, 4)
+    crossed.weight = nn.Parameter(distribute_tensor(crossed.weight.detach(), mesh["shard"], [Shard(0)]))
+    crossed.bias = nn.Parameter(distribute_tensor(crossed.bias.detach(), mesh["replicate"], [Shard(0)]))
+    alone = [dist.new_group([each]) for each in range(4)][worker]
+    with pytest.raises(
+        ValueError, match=r"are sharded over workers \[.*and others over.*Shard all parameters inside one"
+    ):
+        _attach(crossed, group=alone)
+
     changed: Any = sharded(mesh)
     state = changed._get_fsdp_state()
     (unit,) = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]

@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from laconic.comm.groups import GroupWithQueue
 from laconic.comm.lockstep import in_turn, lockstep
-from laconic.comm.queue import Batch, CollectiveQueue, Running
+from laconic.comm.queue import Agree, Batch, CollectiveQueue, Running
 from laconic.errors import LostWorkerError, names
 from laconic.exchange import Decide, Exchange, Peers, Request, intercept, operation, payload_bytes
 from laconic.ledger import Ledger
@@ -193,8 +193,8 @@ class InProcessQueue(CollectiveQueue):
         self._submitted += started
         return started
 
-    def flush(self, void: bool = False, waits: bool = True) -> None:
-        """Run all that was submitted, and wait for it."""
+    def flush(self, void: bool = False, waits: bool = True, agree: Agree | None = None) -> None:
+        """Run all that was submitted, and wait for it. Replicas are whole here: there is nobody else to `agree`."""
         running, self._submitted = self._submitted, []
         if not running:
             return
