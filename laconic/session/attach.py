@@ -91,7 +91,8 @@ def attach(
             worker's. False: it is an error. None: it is logged; all take the first worker's on a bare module, and keep
             their own on others.
         nonfinite: What NaN or Inf on one worker leads to: "skip" (no worker steps; when weights are averaged, that
-            worker takes the others' mean), "exclude" (average without it), "raise" or "ignore". The default is "skip";
+            worker takes the others' mean), "exclude" (average without it), "raise" or "ignore". Of a sharded model, a
+            replica is left out with all its shards, and all workers skip or raise together. The default is "skip";
             on a GPU only with fused optimizers, which skip on the device, and the worker is named a step later. With
             other optimizers, and for sharded models, every step would have to wait: "ignore".
         verify_every: After how many synchronisations (a step that averages gradients is one) the workers' weights are

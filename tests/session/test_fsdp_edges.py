@@ -87,15 +87,15 @@ def _save_and_resume(worker: int, text: str, way: str, folder: str) -> list[Tens
     from torch.distributed.checkpoint import load, save  # type: ignore[attr-defined]
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    mesh = two_by_two()
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     path, model_state = f"{folder}/replica-{mesh['replicate'].get_local_rank()}", mesh["shard"].get_group()
     model, optimizer, session = attached(text, way, mesh)
     assert session is not None
-    steps(model, optimizer, worker, 4)
+    steps(model, optimizer, worker, 6)
     weights, moments = get_state_dict(model, optimizer)
     save({"model": weights, "optimizer": moments}, checkpoint_id=path, process_group=model_state)
     torch.save(session.state_dict(), f"{folder}/session-{worker}.pt")
-    steps(model, optimizer, worker, 4, first=4)
+    steps(model, optimizer, worker, 6, first=6)
     straight = shards(model)
     session.detach()
 
@@ -106,7 +106,7 @@ def _save_and_resume(worker: int, text: str, way: str, folder: str) -> list[Tens
     load({"model": weights, "optimizer": moments}, checkpoint_id=path, process_group=model_state)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     session.load_state_dict(torch.load(f"{folder}/session-{worker}.pt", weights_only=True))
-    steps(model, optimizer, worker, 4, first=4)
+    steps(model, optimizer, worker, 6, first=6)
     return [straight, shards(model)]
 
 
@@ -119,6 +119,23 @@ def _save_and_resume(worker: int, text: str, way: str, folder: str) -> list[Tens
 )
 def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(text, way, tmp_path):
     for straight, resumed in run_workers(_save_and_resume, 4, (text, way, str(tmp_path))):
+        assert torch.equal(straight, resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize(
+    ("text", "way"),
+    [
+        ("quantized_ddp(bits=2)", "2-D"),
+        ("Plan(codec=ErrorFeedback(TopK(0.05)))", "1-D"),
+        ("sparse_loco(period=4)", "2-D"),
+        ("frugal('30x', delay=1)", "1-D"),
+        ("streaming_diloco(period=4, fragments=2, delay=1)", "2-D"),
+    ],
+)
+def test_a_run_in_few_bits_goes_on_to_the_last_bit(text, way, workers, tmp_path):
+    for straight, resumed in run_workers(_save_and_resume, workers, (text, way, str(tmp_path))):
         assert torch.equal(straight, resumed)
 
 

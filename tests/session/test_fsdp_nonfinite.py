@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+from collections import Counter
 from itertools import pairwise, product
 from typing import Any
 
@@ -369,3 +370,27 @@ def test_a_weight_that_is_sharded_by_hand(policy, dims):
     for trace, said in run_workers(_parallel, 4, (policy, dims)):
         assert [torch.equal(*pair) for pair in pairwise(trace)] == [step == STEP for step in range(1, STEPS + 1)]
         assert f"step {STEP}: replica {2 - dims} had NaN or Inf, in weight" in said
+
+
+def _counted(worker: int) -> list[dict[str, int]]:
+    """Count the collectives inside a replica, for two steps of three units under each policy."""
+    mesh, found = _mesh(2), []
+    for policy in (*POLICIES, "ignore"):
+        model = _shard(mesh, several=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with laconic.attach(laconic.power_sgd(rank=1), model, optimizer, nonfinite=policy) as session:  # type: ignore[arg-type]
+            for step in (1, 2):
+                _loss(model, worker, step, "nowhere").backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            inside = [each for each in session.ledger.entries if each.level == "shards" and each.step > 0]
+            assert all(each.payload_bytes == 8 for each in inside)
+            found.append(Counter(each.step for each in inside))
+    return [dict(each) for each in found]
+
+
+def test_the_shards_of_a_replica_exchange_one_number_in_a_step():
+    for skip, exclude, refuse, ignore in run_workers(_counted, 4):
+        assert skip == refuse == {1: 1, 2: 1}
+        assert exclude == {1: 1 + 3, 2: 1 + 3}, "one for each unit: its replica is left out as a whole"
+        assert ignore == {}
