@@ -61,7 +61,8 @@ class Step:
 class CommitClock:
     """Decides after each step whether to commit it: every `every` synchronisations among all workers.
 
-    The decision is the same on all workers. Fragments that are in flight must take effect first.
+    The decision is the same on all workers. A commit waits for the means of fragments in flight, so it comes when none
+    is; where one always is, once a period.
     """
 
     def __init__(self, session: Session, every: int = 1) -> None:
@@ -70,14 +71,16 @@ class CommitClock:
 
     def reset(self) -> None:
         """Start counting again, from a step that all workers share."""
-        self._synced, self._count = False, 0
+        self._since, self._synced, self._count = self._session.step, False, 0
 
     def is_due(self) -> bool:
         """Return whether to commit the step that has just ended. Called once after each step."""
-        self._synced |= self._session.synced
-        if not self._synced or self._session.in_flight:
+        session = self._session
+        self._synced |= session.synced
+        in_period = session.step < self._since + session.plan.schedule.period
+        if not self._synced or (session.in_flight and in_period):
             return False
-        self._synced = False
+        self._since, self._synced = session.step, False
         self._count += 1
         return self._count % self._every == 0
 
@@ -326,9 +329,10 @@ class Run:
     def _leave_group(self) -> None:
         """Leave the current group, if there is one. After an error, collectives may still be in flight."""
         self.world.monitor.on_death = None
-        idle = self._idle and self.session.error is None and not self.session.in_flight
-        group = self.session.group
-        self.session.abandon()
+        session, group = self.session, self.session.group
+        arrived = not session.in_flight or session.step == self._history.newest.step  # a snapshot waits for fragments
+        idle = self._idle and session.error is None and arrived
+        session.abandon()
         leave(0 if idle else self.world.timeout_s, group)
         self._idle = True
 
@@ -402,8 +406,8 @@ def describe_change(before: Sequence[str], after: Sequence[str], known: Collecti
     back = [id for id in after if id not in before and id in known]
     new = [id for id in after if id not in before and id not in known]
     parts = [(gone, "is gone", "are gone"), (back, "is back", "are back"), (new, "has joined", "have joined")]
-    said = [f"{_named(ids)} {several if len(ids) > 1 else one}" for ids, one, several in parts if ids]
-    return "; ".join([*said, _go_on(after, step)]) if said else ""
+    changes = [f"{_named(ids)} {several if len(ids) > 1 else one}" for ids, one, several in parts if ids]
+    return "; ".join([*changes, _go_on(after, step)]) if changes else ""
 
 
 def _go_on(ids: Sequence[str], step: int) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -21,7 +23,9 @@ import torch
 
 import laconic
 from laconic import elastic
-from tests.elastic.replay import Line, gradient, optimizer_of, replay
+from laconic.codecs.feedback import residuals_by_name
+from tests.elastic import read_history
+from tests.elastic.replay import LR, SHAPES, Line, gradient, optimizer_of, replay
 from tests.namespaces import move_to
 from tests.workers import _context
 
@@ -102,8 +106,10 @@ def train(job: Job, log: Any) -> None:
     optimizer = optimizer_of(model, job.momentum)
     session = laconic.attach(laconic.plan(job.plan), model, optimizer, timeout_s=job.timeout_s)
 
+    generation = 0
+
     def committed(commit: elastic.Committed) -> None:
-        log(commit=[commit.since, commit.step, list(commit.workers)])
+        log(commit=[commit.since, commit.step, list(commit.workers)], **held(model, session))
         die(commit.step, phase=2)
 
     def die(number: int, phase: int) -> None:
@@ -119,17 +125,46 @@ def train(job: Job, log: Any) -> None:
     ) as run:
         for step in run.steps(job.total):
             with step:
-                log(tried=[run.generation, step.number])
+                grad = gradient(step.number, step.worker, step.workers)
+                began = held(model, session) if run.generation != generation else {}
+                generation = run.generation
+                log(tried=[generation, step.number], moves=sums(-LR * grad), **began)
                 die(step.number, phase=0)
                 if step.number == job.stop_at or job.end.exists():
                     run.stop()
                 if step.number == job.leave_at:
                     run.leave()
-                (model.flat() * gradient(step.number, step.worker, step.workers)).sum().backward()
+                (model.flat() * grad).sum().backward()
                 time.sleep(job.step_s)
                 optimizer.step()
                 optimizer.zero_grad()
-        log(final=model.flat().tolist(), step=session.step, members=list(run.members), stopped=run.stopped)
+        ended = {"step": session.step, "members": list(run.members), "stopped": run.stopped}
+        log(final=model.flat().tolist(), **ended, **held(model, session))
+
+
+def sums(flat: torch.Tensor) -> list[float]:
+    """Sum the numbers of each tensor, with different weights."""
+    flat = flat * (1 + torch.arange(flat.numel()) % 7)
+    return [part.sum().item() for part in flat.split([math.prod(shape) for shape in SHAPES])]
+
+
+def held(model: Line, session: laconic.Session) -> dict[str, Any]:
+    """Return what `read_history` compares: the state once all has arrived, and a digest of what all workers share."""
+    saved = session.state_dict()
+    anchor, whole = saved["anchor"], {name: p.detach().clone() for name, p in model.named_parameters()}
+    # 1. The means in flight take effect, as in `WeightSync._move` with mix=None and an outer step of 1.
+    for fragment in saved["in_flight"]:
+        for mean in fragment["means"]:
+            for name, delta in mean.items():
+                whole[name] += anchor[name] - delta - fragment["sent"][name]
+    # 2. Residuals are still to be sent: of weights as deltas, of gradients times the learning rate.
+    for key, factor in (("weights", 1.0), ("gradient", LR)):
+        for name, residual in residuals_by_name(saved["state"].get(key, {})).items():
+            whole[name] -= factor * residual
+    flat = torch.cat([whole[name].reshape(-1) for name, _ in model.named_parameters()])
+    shared = anchor if anchor is not None else dict(model.named_parameters())
+    digest = hashlib.sha256(b"".join(shared[name].detach().numpy().tobytes() for name in sorted(shared)))
+    return {"state": sums(flat), "shared": digest.hexdigest()[:16]}
 
 
 def host_store(pipe: Any, host: str | None, address: str) -> None:
@@ -208,6 +243,17 @@ class Cluster:
         self.job.end.touch()
         self.wait(timeout_s)
 
+    def wait_and_restart(self, timeout_s: float) -> None:
+        """Wait until all workers have finished; until one has, start again those that kill themselves."""
+        until = time.monotonic() + timeout_s
+        while not any(process.exitcode == 0 for process in self.running.values()):
+            assert time.monotonic() < until, f"no worker has finished in {timeout_s} s\n{self.tail()}"
+            for id, process in list(self.running.items()):
+                if process.exitcode == -signal.SIGKILL:
+                    self.start(id)
+            time.sleep(0.05)
+        self.wait(60, *(id for id, process in self.running.items() if process.exitcode != -signal.SIGKILL))
+
     def lines(self) -> list[dict[str, Any]]:
         """Read the logs of all workers."""
         found = []
@@ -256,6 +302,12 @@ class Cluster:
         ends = [0, *(step for _, step, _ in in_order)]
         assert [since for since, _, _ in in_order] == ends[:-1], "every commit begins where the last one ended"
         return in_order
+
+    def history(self, **rules: Any) -> read_history.History:
+        """Check the history by the logs alone."""
+        found = read_history.check(Path(self.job.logs), least=self.job.least, **rules)
+        assert not found.wrong, "\n".join([*found.wrong[:10], self.tail()])
+        return found
 
     def finals(self) -> dict[str, dict[str, Any]]:
         return {line["id"]: line for line in self.lines() if "final" in line}

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import time
 from dataclasses import replace
 
 import pytest
@@ -78,14 +77,14 @@ def test_a_stopped_worker_comes_back(tmp_path):
         cluster.wait_for_members("0", "1", "2")
         cluster.end()
         check_against_replay(cluster, "0", "1", "2")
-        said = cluster.warnings("0")
+        logged = cluster.warnings("0")
         for words in (
             r"a worker was lost after step \d+; the run goes on: the others form a new group\.",
             r"worker 1 is gone; workers 0, 2 go on after step \d+, 2 in all\.",
             r"worker 1 is back; workers 0, 1, 2 go on after step \d+, 3 in all\.",
         ):
-            assert any(re.fullmatch(words, text) for text in said), said
-        assert not any("checkpoint" in text or "Error" in text for text in said), said
+            assert any(re.fullmatch(words, text) for text in logged), logged
+        assert not any("checkpoint" in text or "Error" in text for text in logged), logged
 
 
 def test_a_worker_leaves_and_the_others_continue(tmp_path):
@@ -207,6 +206,50 @@ def test_every_method_survives_a_loss_and_a_return(tmp_path, plan):
         cluster.commits()
 
 
+BY_NIGHT = pytest.mark.nightly
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=BY_NIGHT), pytest.param(3, marks=BY_NIGHT)])
+@pytest.mark.parametrize(
+    ("plan", "repeat"),
+    [
+        ("frugal('30x', delay=1)", 3),  # a period, and the delay
+        ("Plan(Streaming(4, 4, 1))", 5),
+        pytest.param("Plan(Streaming(5, 2, 3), ErrorFeedback(Quantized(2)))", 8, marks=BY_NIGHT),
+        pytest.param("streaming_diloco(period=8, fragments=2, delay=1)", 5, marks=BY_NIGHT),
+        pytest.param("frugal('60x')", 2, marks=BY_NIGHT),
+        pytest.param("diloco(period=4)", 5, marks=BY_NIGHT),
+        pytest.param("quantized_ddp()", 2, marks=BY_NIGHT),
+    ],
+)
+def test_a_kill_at_any_step_repeats_few_steps_and_the_worker_joins_again(tmp_path, plan, repeat, seed):
+    rng = random.Random(seed)
+    faults = tuple(rng.randrange(first, first + 12) for first in range(8, 44, 12))
+    with Cluster(job(tmp_path, total=64, plan=plan, momentum=0.0, expect=3, faults=faults)) as cluster:
+        cluster.start("0", "1", "2")
+        cluster.wait_and_restart(90)
+        late = {line["error"] for line in cluster.errors().values()}
+        assert late <= {"EndedError"}, cluster.tail()  # of a worker that is started again when the others have finished
+        history = cluster.history(repeat=repeat, conserves=True)
+        assert len(history.generations) > 1 and history.compared >= len(history.commits) / 2
+        assert {line["step"] for line in cluster.finals().values()} == {64}
+        assert len({line["shared"] for line in cluster.finals().values()}) == 1
+
+
+@pytest.mark.parametrize("plan", ["frugal('30x', delay=1)", "Plan(Streaming(4, 4, 1))"])
+def test_a_worker_joins_while_a_fragment_is_always_in_flight(tmp_path, plan):
+    with Cluster(job(tmp_path, plan=plan, momentum=0.0, expect=2)) as cluster:
+        cluster.start("0", "1")
+        cluster.wait_for_step(9)
+        cluster.start("2")
+        cluster.wait_for_members("0", "1", "2")
+        cluster.wait_for_step(cluster.newest() + 9)
+        cluster.end()
+        history = cluster.history(repeat=0, conserves=True)  # to join is no fault
+        assert len(history.generations) == 2 and history.compared == len(history.commits)
+
+
 @pytest.mark.nightly
 def test_with_a_fault_every_5_5_steps_at_least_82_percent_of_steps_are_committed(tmp_path):
     rng = random.Random(5)
@@ -216,15 +259,7 @@ def test_with_a_fault_every_5_5_steps_at_least_82_percent_of_steps_are_committed
         at += rng.expovariate(1 / 5.5)
     with Cluster(job(tmp_path, total=66, faults=tuple(faults), step_s=0.1)) as cluster:
         cluster.start(*FOUR)
-        until = time.monotonic() + 150
-        while len(cluster.finals()) < 4 and time.monotonic() < until:
-            for id in FOUR:
-                if cluster.running[id].exitcode == -signal.SIGKILL:
-                    cluster.start(id)
-            if any(process.exitcode == 0 for process in cluster.running.values()):
-                break
-            time.sleep(0.05)
-        cluster.wait(60, *(id for id in FOUR if cluster.running[id].exitcode != -signal.SIGKILL))
+        cluster.wait_and_restart(150)
         assert len(list((tmp_path / "logs").glob("fault-*"))) == len(set(faults))
         assert len(cluster.commits()) == 66
         assert cluster.finals()

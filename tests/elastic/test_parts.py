@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -15,7 +16,7 @@ from laconic import elastic
 from laconic.elastic.heartbeat import HeartbeatMonitor
 from laconic.elastic.history import Snapshot
 from laconic.elastic.rendezvous import Member, Membership, Rendezvous, Rules
-from laconic.elastic.run import objects_of
+from laconic.elastic.run import CommitClock, objects_of
 from laconic.elastic.state_transfer import receive, send
 from laconic.elastic.store import BoundedStore
 
@@ -241,3 +242,31 @@ def test_run_refuses_workers_that_never_synchronise():
     ):
         elastic.Run(world, session, model, optimizer)
     world.leave()
+
+
+@pytest.mark.parametrize(
+    ("plan", "gap"),
+    [
+        ("ddp()", 1),
+        ("diloco(period=4)", 4),
+        ("frugal('60x')", 1),
+        ("streaming_diloco(period=16, fragments=4, delay=1)", 4),
+        ("frugal('30x', delay=1)", 2),  # from here on, a fragment is in flight after every step
+        ("Plan(Streaming(4, 4, 1))", 4),
+        ("Plan(Streaming(6, 2, 5))", 6),
+    ],
+)
+def test_a_step_is_committed_at_least_once_a_period_also_with_fragments_in_flight(plan, gap):
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with laconic.attach(laconic.plan(plan), model, optimizer) as session:
+        clock, ends = CommitClock(session), [0]
+        for _ in range(40):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if clock.is_due():
+                ends.append(session.step)
+    delay = getattr(session.plan.schedule, "delay", 0)
+    between = {later - earlier for earlier, later in itertools.pairwise(ends[1:])}
+    assert between == {gap} and ends[1] <= session.plan.schedule.period + delay, ends

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from laconic import Ledger, LostWorkerError, Plan, Session, attach
+from laconic.elastic.run import CommitClock
 from laconic.plans.schedules import Never, Streaming
 from laconic.tools.errors import UsageError
 from laconic.tools.lab.script import lr_share
@@ -297,11 +298,11 @@ def _mean(rows: Sequence[Tensor]) -> Tensor:
 
 
 class _Commits:
-    """The last commit of a worker: after a synchronisation of all workers, with nothing in flight."""
+    """The last commit of a worker, by the rule of elastic runs."""
 
     def __init__(self, run: SimulatedRun, session: Session, model: nn.Module, optimizer: AdamW) -> None:
         self._run, self._session, self._model, self._optimizer = run, session, model, optimizer
-        self._synced = False
+        self._clock = CommitClock(session)
         if run.failures:
             self._take()
 
@@ -313,12 +314,9 @@ class _Commits:
 
     def after_step(self) -> None:
         """Commit if that is due. Only the commit before a failure is of use."""
-        self._synced |= self._session.synced
         step, failures = self._session.step, [each.step for each in self._run.failures]
-        if step >= max(failures, default=0) or not self._synced or self._session.in_flight:
-            return
-        self._synced = False
-        if self._run.plan.local or step + 1 in failures:
+        due = self._clock.is_due() and step < max(failures, default=0)
+        if due and (self._run.plan.local or step + 1 in failures):
             self._take()
 
     def _take(self) -> None:
@@ -333,4 +331,4 @@ class _Commits:
         self._optimizer.load_state_dict(deepcopy(optimizer))
         self._optimizer.zero_grad()
         self._session.load_state_dict(session)
-        self._synced = False
+        self._clock.reset()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -48,7 +50,9 @@ def _train_on_without(worker: int, plan: str, lost: int, commit: int) -> list[fl
                 return losses
             group = dist.new_group(left, use_local_synchronization=True)
             assert isinstance(group, dist.ProcessGroup)
+            state = deepcopy(session.state_dict())
             session.regroup(group)
+            session.load_state_dict(state)  # with what was in flight
         optimizer.param_groups[0]["lr"] = settings.lr * lr_share(step, STEPS)
         loss = loss_of(task.model, task.draw(worker, step))
         loss.backward()
@@ -61,7 +65,7 @@ def _train_on_without(worker: int, plan: str, lost: int, commit: int) -> list[fl
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "step", "commit"),
-    [("ddp()", 5, 4), ("quantized_ddp()", 5, 4), ("diloco(period=3)", 5, 3)],
+    [("ddp()", 5, 4), ("quantized_ddp()", 5, 4), ("diloco(period=3)", 5, 3), ("frugal('30x', delay=1)", 6, 4)],
 )
 def test_survivors_train_as_real_processes_do(plan, step, commit):
     real = run_workers(_train_on_without, WORKERS, (plan, 2, commit), timeout_s=120)
