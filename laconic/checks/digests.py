@@ -38,12 +38,18 @@ class DivergenceCheck:
         self.every = every
         self._count = 0
 
-    def after_sync(self, queue: CollectiveQueue, weights: Mapping[str, Tensor], local: bool, step: int) -> None:
-        """Count a synchronisation; where one is due, raise `DivergedError` on all workers unless weights are equal."""
+    def after_sync(self, queue: CollectiveQueue, shared: Mapping[str, Tensor], every_step: bool, step: int) -> None:
+        """Count a synchronisation; if a comparison is due, raise `DivergedError` on all workers unless all are equal.
+
+        `shared` is what the synchronisation has made equal: nothing, and it does not count, for an empty fragment, or
+        one that is still in flight. `every_step` says whether each step is a synchronisation.
+        """
+        if not shared:
+            return
         self._count += 1
-        every = self.every if self.every is not None else (1 if local else EVERY_GRADIENT_STEPS)
+        every = self.every if self.every is not None else (EVERY_GRADIENT_STEPS if every_step else 1)
         if every and queue.workers > 1 and self._count % every == 0:
-            compare_weights(queue, weights, f"after step {step}")
+            compare_weights(queue, shared, f"after step {step}")
 
 
 def compare_weights(queue: CollectiveQueue, weights: Mapping[str, Tensor], when: str) -> None:
