@@ -79,8 +79,8 @@ def planned(
         for sync in plan.syncs_at(step):
             size = _size(sync, workers, machine)
             codec, chosen = routed(plan.codec_of(sync, step)), tensors
-            if sync.part is not None:
-                chosen = {name: tensors[name] for name in in_parts(tensors, plan.schedule.fragments)[sync.part]}
+            if sync.fragment is not None:
+                chosen = {name: tensors[name] for name in in_parts(tensors, plan.schedule.fragments)[sync.fragment]}
             for names in buckets(chosen) if size > 1 else ():
                 ledger = Ledger()
                 own = states.setdefault(sync.payload, {})

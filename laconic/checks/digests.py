@@ -41,19 +41,23 @@ class DivergenceCheck:
     def after_sync(
         self,
         queue: CollectiveQueue,
-        weights: Mapping[str, Tensor],
-        local: bool,
+        shared: Mapping[str, Tensor],
+        every_step: bool,
         step: int,
         shards: CollectiveQueue | None = None,
     ) -> None:
-        """Count a synchronisation; where one is due, raise `DivergedError` on all workers unless weights are equal.
+        """Count a synchronisation; if a comparison is due, raise `DivergedError` on all workers unless all are equal.
 
-        On all: also on those that hold other `shards` of the same replicas.
+        `shared` is what the synchronisation has made equal: nothing, and it does not count, for an empty fragment, or
+        one that is still in flight. `every_step` says whether each step is a synchronisation. "All workers" are also
+        those that hold other `shards` of the same replicas.
         """
+        if not shared:
+            return
         self._count += 1
-        every = self.every if self.every is not None else (1 if local else EVERY_GRADIENT_STEPS)
+        every = self.every if self.every is not None else (EVERY_GRADIENT_STEPS if every_step else 1)
         if every and queue.workers > 1 and self._count % every == 0:
-            compare_weights(queue, weights, f"after step {step}", shards)
+            compare_weights(queue, shared, f"after step {step}", shards)
 
 
 def compare_weights(

@@ -117,12 +117,12 @@ def feedback_state(state: State) -> tuple[dict[str, Tensor], State]:
     return state.setdefault("residual", {}), state.setdefault("inner", {})
 
 
-def return_to_residual(state: State, delivered: Mapping[str, Tensor], ok: Tensor | None = None) -> None:
+def return_to_residual(state: State, delivered: Mapping[str, Tensor], ok: Tensor | None = None) -> bool:
     """Add means that were delivered and then dropped to this worker's residuals, in place.
 
     All workers drop the same means, so nothing is lost: the next round sends them again. `state` is that of any codec,
-    with `ErrorFeedback` anywhere inside. Tensors without a residual are left out. If the 0-d bool `ok` is false, the
-    step was void and no residual has changed: then nothing is returned either.
+    with `ErrorFeedback` anywhere inside. Tensors without a residual are left out: whether all have one is the result.
+    If the 0-d bool `ok` is false, the step was void and no residual has changed: then nothing is returned either.
     """
     remaining = set(delivered)  # of several residuals of one name, one takes it
     for residual in _residuals(state):
@@ -132,6 +132,7 @@ def return_to_residual(state: State, delivered: Mapping[str, Tensor], ok: Tensor
             old = residual[name]
             new = old + delivered[name].to(old.dtype)
             old.copy_(new if ok is None else torch.where(ok, new, old))
+    return not remaining
 
 
 def has_residuals(state: State) -> bool:

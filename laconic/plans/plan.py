@@ -127,8 +127,8 @@ class Plan:
     @cached_property
     def needs_anchor(self) -> bool:
         """Whether rounds average deltas from an anchor instead of the weights themselves."""
-        delayed = isinstance(self.schedule, Streaming) and self.schedule.delay > 0
-        return self.local and (delayed or not (self.outer.adopts and isinstance(self.codec, Exact)))
+        keeps_own = isinstance(self.schedule, Streaming) and bool(self.schedule.delay or self.schedule.mix)
+        return self.local and (keeps_own or not (self.outer.adopts and isinstance(self.codec, Exact)))
 
     def __repr__(self) -> str:
         from laconic.plans.text import call_of  # text.py imports this file

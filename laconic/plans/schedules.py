@@ -31,7 +31,7 @@ class Sync:
 
     payload: Payload
     level: Level = None
-    part: int | None = None
+    fragment: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Every:
     post-local SGD, Lin et al. 2018, arXiv:1808.07217.
 
     >>> Every(1).syncs_at(1)
-    (Sync(payload=<Payload.GRADIENT: 'gradient'>, level=None, part=None),)
+    (Sync(payload=<Payload.GRADIENT: 'gradient'>, level=None, fragment=None),)
     >>> Every(1, of="weights").syncs_at(1)
-    (Sync(payload=<Payload.WEIGHTS: 'weights'>, level=None, part=None),)
+    (Sync(payload=<Payload.WEIGHTS: 'weights'>, level=None, fragment=None),)
     >>> [step for step in range(1, 9) if Every(period=4).syncs_at(step)]
     [4, 8]
     >>> [step for step in range(1, 9) if Every(period=3, start=3).syncs_at(step)]
@@ -237,10 +237,10 @@ class Streaming:
 
     The mean of a fragment takes effect `delay` steps after it was sent, so that training overlaps with communication.
     By then the worker's own weights have moved. With mix=None that move is added to the mean, so that no step is lost
-    (CoCoD-SGD, Shen et al. 2019, arXiv:1906.12043). With a number they enter the result with this weight (Streaming
-    DiLoCo, Douillard et al. 2025, arXiv:2501.18512).
+    (CoCoD-SGD, Shen et al. 2019, arXiv:1906.12043). With a number they enter the result with this weight, also where
+    there is no delay (Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512).
 
-    >>> {step: sync.part for step in range(1, 9) for sync in Streaming(period=4, fragments=2).syncs_at(step)}
+    >>> {step: sync.fragment for step in range(1, 9) for sync in Streaming(period=4, fragments=2).syncs_at(step)}
     {2: 1, 4: 0, 6: 1, 8: 0}
     """
 
@@ -277,7 +277,7 @@ class Streaming:
         place = (step - self.start + 1) % self.period  # fragment f is sent at place f * period // fragments
         fragment = -(-place * self.fragments // self.period)  # the first fragment at this step or later
         due = fragment < self.fragments and fragment * self.period // self.fragments == place
-        return (Sync(Payload.WEIGHTS, part=fragment),) if due else NO_SYNC
+        return (Sync(Payload.WEIGHTS, fragment=fragment),) if due else NO_SYNC
 
 
 def _weights_every(period: int, start: int, step: int) -> tuple[Sync, ...]:

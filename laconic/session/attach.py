@@ -95,9 +95,9 @@ def attach(
             replica is left out with all its shards, and all workers skip or raise together. The default is "skip";
             on a GPU only with fused optimizers, which skip on the device, and the worker is named a step later. With
             other optimizers, and for sharded models, every step would have to wait: "ignore".
-        verify_every: After how many synchronisations (a step that averages gradients is one) the workers' weights are
-            compared bit for bit. By default after every synchronisation of weights, and every 100 where each step is
-            one; 0 is never.
+        verify_every: After how many synchronisations (a step that averages gradients is one, and a fragment that takes
+            effect) the workers' weights are compared bit for bit. By default after every synchronisation of weights,
+            and every 100 where each step is one; 0 is never.
         scaler: The GradScaler of the training, if there is one. A DDP or sharded model averages scaled gradients, and
             error feedback must know when the loss scale changes. Bare modules do not need it. That of accelerate is
             found in its wrapper of the optimizer.

@@ -13,12 +13,13 @@ from torch.amp.grad_scaler import GradScaler
 from laconic.checks.finite import NonFiniteCheck
 from laconic.checks.headers import Headers
 from laconic.codecs import Codec, Exact
-from laconic.codecs.feedback import has_feedback, residuals_by_name
+from laconic.codecs.feedback import has_feedback, residuals_by_name, return_to_residual
 from laconic.codecs.routing import routed
 from laconic.comm.averaging import write
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Averaged, Decide, Exchange, Peers, State
+from laconic.packing import narrowed
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
 from laconic.session.live_model import LiveModel
@@ -151,24 +152,38 @@ def carry_residuals(old: State) -> State:
 
 
 def deliver(tensors: Mapping[str, Tensor], state: State, codec: Codec, peers: Peers, reuse: bool) -> Exchange[Averaged]:
-    """Average `tensors`, with the next share added in their memory of the residuals that were carried over."""
+    """Average `tensors`, with the next share added in their memory of the residuals that were carried over.
+
+    What is lost when a sum is rounded to the dtype of the gradients is not delivered: it stays in the residual. After
+    the last share it moves to the residual of the new codec; without one it is kept for the next change of the plan.
+    """
     carried = state.get(CARRIED, {"residual": {}, "parts": {}})
     waiting: dict[str, Tensor] = carried["residual"]
     parts: dict[str, int] = carried["parts"]
-    here = [name for name in tensors if name in waiting]
+    here = [name for name in tensors if parts.get(name)]
     if not here:
         return (yield from codec.average(tensors, state, peers, reuse=reuse))
+    # 1. the share, added in fp32, and what is left of the residual once it is delivered
+    left: dict[str, Tensor] = {}
     with torch.no_grad():
         for name in here:
-            tensors[name].add_(waiting[name], alpha=1 / parts[name])
+            t, residual = tensors[name], waiting[name]
+            wanted = torch.add(t.to(residual.dtype), residual, alpha=1 / parts[name])
+            t.copy_(narrowed(wanted, t.dtype))
+            left[name] = residual * (1 - 1 / parts[name]) + (wanted - t)
+    # 2. the average; a step that is void has delivered nothing
     end = yield from codec.average(tensors, state, peers, reuse=reuse)
     ok = end.finite() if end.decided else (yield Decide(end.finite()))
-    if bool(ok):  # a step that is void has delivered nothing
-        for name in here:
-            waiting[name] = waiting[name] * (1 - 1 / parts[name])
-            parts[name] -= 1
-            if not parts[name]:
-                del waiting[name], parts[name]
+    for name in here if bool(ok) else ():
+        waiting[name] = left[name]
+        parts[name] -= 1
+        # 3. after the last share: what rounding has left
+        if not parts[name]:
+            rest = waiting.pop(name)
+            if tensors[name].dtype != rest.dtype and not return_to_residual(state, {name: rest}):
+                waiting[name] = rest
+            else:
+                del parts[name]
     if not waiting:
         state.pop(CARRIED, None)
     return replace(end, finite=lambda: ok, decided=True)

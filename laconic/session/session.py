@@ -461,18 +461,19 @@ class Session:
         self.step += 1
         # 1. fragments that are due take effect
         if self._weights.in_flight:
-            self._weights.settle(self.plan, self.step)
+            self._compare_weights(self._weights.settle(self.plan, self.step))
         # 2. weights, innermost groups first
         for sync in self._syncs:
             if sync.payload is Payload.WEIGHTS:
-                self._weights.sync(self.plan, sync, self._headers)
-                if sync.part is None and self.plan.is_outermost(sync):
-                    self._clock = SyncClock(self.step)
-                    self._compare_weights(local=self.plan.schedule.period > 1)
+                shared = self._weights.sync(self.plan, sync, self._headers)
+                if self.plan.is_outermost(sync):
+                    self._compare_weights(shared)
+                    if sync.fragment is None:
+                        self._clock = SyncClock(self.step)
         # 3. where all workers have averaged gradients: buffers of a DDP model
         if self._gradient is not None and self._gradient.level is None:
             self._path.after_optimizer()
-            self._compare_weights(local=False)
+            self._compare_weights(self._live.params, every_step=True)
         # 4. the next step
         self._prepare()
         for observer in self._observers:
@@ -518,9 +519,10 @@ class Session:
         grads = self._live.gradients()
         return {name: g.to_dense() if g is not None and g.is_sparse else g for name, g in grads.items()}
 
-    def _compare_weights(self, local: bool) -> None:
-        levels = self._levels
-        self._divergence.after_sync(levels.world, self._live.params, local, self.step, levels.shards)
+    def _compare_weights(self, shared: Mapping[str, Tensor], every_step: bool = False) -> None:
+        """Compare what all workers must hold alike, if a comparison is due."""
+        every_step, levels = every_step or self.plan.schedule.period == 1, self._levels
+        self._divergence.after_sync(levels.world, shared, every_step, self.step, levels.shards)
 
     def _average_weights(self, optimizers: bool, force: bool) -> None:
         """Average weights where local steps have made them different, or `force` says so; and the optimizers' state."""

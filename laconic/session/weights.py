@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -47,7 +47,7 @@ Anchors: TypeAlias = Literal["device", "cpu"]
 class Fragment:
     """A fragment in flight, and the step after which it takes effect."""
 
-    part: int
+    names: list[str]
     due: int
     sent: dict[str, Tensor]
     """This worker's weights when it sent its deltas; empty unless it keeps what they move meanwhile (mix=None)."""
@@ -104,7 +104,7 @@ class WeightSync:
         """Whether the last synchronisation set the weights to the anchor, and no step was taken since."""
         self._in_flight: list[Fragment] = []
         """Fragments that were sent and have not taken effect, oldest first."""
-        self._parts: dict[tuple[int, int], list[list[str]]] = {}
+        self._fragments: dict[tuple[int, int], list[list[str]]] = {}
         """The names in each fragment, by the number of fragments and the digest of the model's facts."""
 
     @property
@@ -121,13 +121,16 @@ class WeightSync:
             self._take_anchor()
         self._is_current = False
 
-    def sync(self, plan: Plan, sync: Sync, headers: StepHeaders) -> None:
-        """Average as `sync` says, and let it take effect now or when its delay is over."""
+    def sync(self, plan: Plan, sync: Sync, headers: StepHeaders) -> dict[str, Tensor]:
+        """Average as `sync` says, and let it take effect now or when its delay is over.
+
+        Return what all workers of its level must now hold alike: of a fragment with a delay, nothing yet.
+        """
         live, queue = self.live, self.levels[sync.level]
         live.refresh()
         # 1. Who takes part: the parameters of this fragment; with the first one, buffers and moments.
         names = self._names(plan, sync)
-        first = sync.part in (None, 0)
+        first = sync.fragment in (None, 0)
         anchored = plan.needs_anchor and plan.is_outermost(sync)
         buffers = dict(live.buffers) if first and plan.buffers == "average" else {}
         moments = live.moments() if first and plan.optimizer_state == "average" else {}
@@ -145,11 +148,11 @@ class WeightSync:
         deltas = [name for name in names if name in with_anchor]
         exact = {name: live.params[name] for name in among if name not in with_anchor}
         # 3. to 6. What has an anchor travels as deltas, through the plan's codec.
-        if anchored and isinstance(plan.schedule, Streaming) and plan.schedule.delay:
-            assert sync.part is not None
-            self._send(plan.schedule, plan.codec, queue, deltas, sync.part, headers.step, contributors)
+        late = anchored and isinstance(plan.schedule, Streaming) and plan.schedule.delay > 0
+        if late:
+            self._send(plan, queue, deltas, headers.step, contributors)
         elif anchored:
-            self._is_current = sync.part is None
+            self._is_current = sync.fragment is None
             self._run(plan, queue, deltas, contributors)
         # What has none is averaged exactly: weights of plans without an anchor, new parameters, buffers, moments.
         self._average(queue, {**exact, **buffers, **common}, contributors)
@@ -162,6 +165,9 @@ class WeightSync:
             live.reset_optimizers([*deltas, *exact])
         if queue is self.levels.world:
             live.mark_synced([*deltas, *exact])
+        if sync.fragment is None:
+            return live.params
+        return {} if late else self._shared(names)
 
     def average_all(self, headers: StepHeaders, optimizers: bool) -> None:
         """Average all weights and buffers exactly, whatever the plan, and the moments of the optimizers if asked."""
@@ -179,12 +185,20 @@ class WeightSync:
     # 1. Who takes part
 
     def _names(self, plan: Plan, sync: Sync) -> list[str]:
-        if sync.part is None:
+        if sync.fragment is None:
             return list(self.live.params)
         key = (plan.schedule.fragments, self.live.facts.digest)
-        if key not in self._parts:  # by whole sizes: shards may be uneven
-            self._parts[key] = in_parts(self.live.originals, plan.schedule.fragments)
-        return self._parts[key][sync.part]
+        if key not in self._fragments:  # by whole sizes: shards may be uneven
+            self._fragments[key] = in_parts(self.live.originals, plan.schedule.fragments)
+        return self._fragments[key][sync.fragment]
+
+    def _shared(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return what all workers hold alike of a fragment that took effect: the weights may have local steps in them.
+
+        That is the anchor, or the weights where there is none.
+        """
+        held = self.live.params | {name: a for name, a in (self._anchor or {}).items() if self._has_anchor(name)}
+        return {name: held[name] for name in names if name in held}
 
     # 2. Headers
 
@@ -269,7 +283,8 @@ class WeightSync:
 
     def _outer_step(self, plan: Plan, end: Averaged, scale: float) -> None:
         if bool(end.finite()):
-            self._move(plan.outer, _scaled(end.mean, scale))
+            mix = plan.schedule.mix if isinstance(plan.schedule, Streaming) else None
+            self._move(plan.outer, _scaled(end.mean, scale), mix or 0.0)  # without a delay, None adds no steps
         else:  # no worker moves: the synchronisation has no effect, the same on all
             self._is_current = False
 
@@ -278,7 +293,7 @@ class WeightSync:
         self,
         outer: Outer,
         mean: Mapping[str, Tensor],
-        mix: float | None = 0.0,
+        mix: float | None,
         sent: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Take the outer step from the anchor; the weights become the anchor, but for the share `mix` of their own.
@@ -302,18 +317,19 @@ class WeightSync:
 
     def _send(
         self,
-        schedule: Streaming,
-        codec: Codec,
+        plan: Plan,
         queue: CollectiveQueue,
-        names: Sequence[str],
-        part: int,
+        names: list[str],
         step: int,
         contributors: Contributors,
     ) -> None:
         """Send a fragment; its means are kept until it is due."""
-        fragment = Fragment(part, step + schedule.delay, self._own(names if schedule.mix is None else ()))
+        assert isinstance(plan.schedule, Streaming)
+        own = self._own(names if plan.schedule.mix is None else ())
+        fragment = Fragment(names, step + plan.schedule.delay, own)
         self._in_flight.append(fragment)
-        chosen, state = self._chosen(codec, queue), self.live.state["weights"]  # as they are now
+        # As they are now: another state may be loaded before the queue's thread comes to this exchange.
+        chosen, state = self._chosen(plan.codec, queue), self.live.state["weights"]
 
         def exchange(deltas: Mapping[str, Tensor]) -> Exchange[Averaged]:
             end = yield from by_itself(chosen.average(deltas, state, queue.peers, reuse=True))
@@ -327,8 +343,9 @@ class WeightSync:
         fragment.futures = [queue.submit(exchange(each), Payload.WEIGHTS, nothing) for each in snapshots]
         queue.flush(waits=False)
 
-    def settle(self, plan: Plan, step: int) -> None:
-        """Let fragments that are due by `step` take effect."""
+    def settle(self, plan: Plan, step: int) -> dict[str, Tensor]:
+        """Let fragments that are due by `step` take effect; return what all workers must now hold alike of them."""
+        shared: dict[str, Tensor] = {}
         while self._in_flight and self._in_flight[0].due <= step:
             assert isinstance(plan.schedule, Streaming)
             self.live.refresh()
@@ -337,7 +354,9 @@ class WeightSync:
             self.levels.world.ledger.add_wait(since_s)
             for mean in means:
                 self._move(plan.outer, mean, plan.schedule.mix, oldest.sent)
+            shared |= self._shared(oldest.names)
             del self._in_flight[0]
+        return shared
 
     def drop_in_flight(self) -> None:
         """Drop fragments in flight, without waiting for them."""
@@ -405,7 +424,7 @@ class WeightSync:
         new = self.live.unsynced
         anchor = None if self._anchor is None else {name: a for name, a in self._anchor.items() if name not in new}
         fragments = [
-            {"part": each.part, "due": each.due, "sent": each.sent, "means": each.wait()} for each in self._in_flight
+            {"names": each.names, "due": each.due, "sent": each.sent, "means": each.wait()} for each in self._in_flight
         ]
         return {"anchor": anchor, "in_flight": fragments}
 
@@ -419,7 +438,7 @@ class WeightSync:
         devices = self.live.devices
         self._in_flight = [
             Fragment(
-                each["part"], each["due"], copied(each["sent"], devices), [copied(x, devices) for x in each["means"]]
+                each["names"], each["due"], copied(each["sent"], devices), [copied(x, devices) for x in each["means"]]
             )
             for each in saved["in_flight"]
         ]

@@ -23,6 +23,7 @@ from laconic import (
     Plan,
     PlanError,
     Quadratic,
+    Streaming,
     alone,
     ddp,
     diloco,
@@ -198,6 +199,10 @@ def test_payload_and_codec_at_each_step(plan: Plan, expected: list[tuple[str, Co
         (Plan(Every(1, of="weights")), True, False),
         (Plan(Every(1, of="weights"), Cast("bf16")), True, True),
         (Plan(Every(4), Cast("bf16")), True, True),
+        (Plan(Streaming(4, 2)), True, False),
+        (Plan(Streaming(4, 2, mix=0.0)), True, False),
+        (Plan(Streaming(4, 2, mix=0.5)), True, True),
+        (Plan(Streaming(4, 2, delay=1)), True, True),
         (Plan(Every(4, 9), ByShape(LowRank(1))), True, True),
     ],
 )

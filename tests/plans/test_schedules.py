@@ -111,7 +111,9 @@ def test_each_fragment_is_sent_once_in_a_period_at_its_own_step(period: int, fra
     schedule = Streaming(period, fragments, start=start)
     cycle = [schedule.syncs_at(step) for step in range(start + period, start + 2 * period)]
     assert all(len(syncs) <= 1 for syncs in cycle)
-    assert sorted(sync.part for syncs in cycle for sync in syncs if sync.part is not None) == list(range(fragments))
+    assert sorted(sync.fragment for syncs in cycle for sync in syncs if sync.fragment is not None) == list(
+        range(fragments)
+    )
     assert [schedule.syncs_at(step + period) for step in range(start, start + period)] == cycle
 
 

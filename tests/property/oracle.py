@@ -246,17 +246,17 @@ class Oracle:
                 p.data = self.anchor[name] + own
 
     def _average_weights(self, average: Average, reports: Sequence[Report]) -> None:
-        plan, first, among_all = self.known.plan, average.part in (None, 0), average.size == self.workers
+        plan, first, among_all = self.known.plan, average.fragment in (None, 0), average.size == self.workers
         names = list(self.params())
-        if average.part is not None:
+        if average.fragment is not None:
             sizes = {name: p.numel() for name, p in self.params().items()}
-            names = list(fragments_of(sizes, self.known.fragments)[average.part])
+            names = list(fragments_of(sizes, self.known.fragments)[average.fragment])
         buffers, moments = plan.buffers if first else "keep", first and plan.optimizer_state == "average"
         for members in self._groups(average):
             sound = self._leave_out(members, buffers, moments)
             if self.anchor is not None and among_all:
                 names = self._average_anchored(names, sound, reports)
-                self.current = average.part is None
+                self.current = average.fragment is None
             else:  # NaN is in all fragments after one more step
                 names = names if len(sound) == len(members) else list(self.params())
                 self._replace(self._means(names, sound), members)
@@ -268,7 +268,7 @@ class Oracle:
                     reset_moments(self.optimizers[worker], self.params(worker), names)
         if among_all:
             self._synced(names)
-        if average.part is None and among_all:
+        if average.fragment is None and among_all:
             self.since = self.number
 
     def _leave_out(self, members: range, buffers: str, moments: bool) -> list[int]:

@@ -19,7 +19,7 @@ class Average:
 
     what: What
     size: int
-    part: int | None = None
+    fragment: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Known:
             return [*inner, *[Average("weights", size) for size in due]]
         if self.fragments:
             place = done % self.period
-            parts = [part for part in range(self.fragments) if part * self.period // self.fragments == place]
-            return [*inner, *[Average("weights", workers, part) for part in parts]]
+            due = [fragment for fragment in range(self.fragments) if fragment * self.period // self.fragments == place]
+            return [*inner, *[Average("weights", workers, fragment) for fragment in due]]
         return [*inner, *([Average("weights", workers)] if done % self.period == 0 else [])]
 
 

@@ -278,6 +278,74 @@ def test_a_late_fragment_keeps_the_steps_since_it_was_sent():
     assert second == [-3, -6, -9, -12, -15, -8 - 6, -17, -20]
 
 
+def _pair(worker: int, mix: str) -> list[list[float]]:
+    """Two weights of 3, a fragment each, with gradient 2 on all workers; as they are before each synchronisation."""
+    model = nn.ParameterList([torch.full((1, 1), 3.0), torch.full((1, 1), 3.0)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    traces: list[list[float]] = [[], []]
+
+    def note(*_: object) -> None:  # registered before that of the session: runs before it
+        for trace, p in zip(traces, model, strict=True):
+            trace.append(float(p.detach()))
+
+    optimizer.register_step_post_hook(note)
+    plan = laconic.plan(f"Plan(Streaming(period=6, fragments=2, mix={mix}), outer=Nesterov(lr=2, momentum=0))")
+    with laconic.attach(plan, model, optimizer):
+        for _ in range(14):
+            for p in model:
+                p.grad = torch.full_like(p, 2.0)
+            optimizer.step()
+    return traces
+
+
+def _pair_by_hand(mix: float, first: int) -> list[float]:
+    trace, weight, anchor = [], 3.0, 3.0
+    for step in range(1, 15):
+        weight -= 2
+        trace.append(weight)
+        if step >= first and (step - first) % 6 == 0:
+            anchor -= 2 * (anchor - weight)
+            weight = mix * weight + (1 - mix) * anchor
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("mix", "golden"),
+    [
+        ("0", [1, -1, -3, -11, -13, -15, -17, -19, -21, -35]),
+        ("0.5", [1, -1, -3, -8, -10, -12, -14, -16, -18, -24.5]),
+        ("None", [1, -1, -3, -11, -13, -15, -17, -19, -21, -35]),  # at once, no step is taken meanwhile
+    ],
+)
+def test_fragments_follow_the_golden_values_of_torchft(mix, golden):
+    """Those of its regression test of streaming DiLoCo, in which the other fragment synchronises at steps 6 and 12."""
+    for first, second in run_workers(_pair, 2, (mix,)):
+        assert second[:10] == golden
+        share = 0.0 if mix == "None" else float(mix)
+        assert (first, second) == (_pair_by_hand(share, 6), _pair_by_hand(share, 3))
+
+
+def _mixed(worker: int) -> list[float]:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with laconic.attach(laconic.plan("Plan(Streaming(period=2, fragments=1, mix=0.25))"), model, optimizer):
+        trace = []
+        for _ in range(4):
+            model.weight.grad = torch.full((1, 1), 1.0 + 2 * worker)
+            optimizer.step()
+            trace.append(float(model.weight.detach()))
+    return trace
+
+
+def test_own_weights_are_kept_also_where_the_mean_is_adopted_at_once():
+    # After step 2 the mean is −4, and the anchor; worker 0 stands at −2: 0.75 · −4 + 0.25 · −2 = −3.5. Two steps later
+    # worker 0 stands at −5.5, and worker 1 at −4.5 − 6 = −10.5: the mean is −8.
+    first, second = run_workers(_mixed, 2)
+    assert first == [-1, -3.5, -4.5, 0.75 * -8 + 0.25 * -5.5]
+    assert second == [-3, -4.5, -7.5, 0.75 * -8 + 0.25 * -10.5]
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

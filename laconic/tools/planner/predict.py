@@ -15,6 +15,7 @@ from laconic.checks.headers import Header
 from laconic.cost import cycle_of, planned
 from laconic.exchange import State, level_name
 from laconic.ledger import Entry, wire_bytes
+from laconic.packing import in_parts
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never, Payload, Streaming, Sync
@@ -113,21 +114,24 @@ class Prediction:
             )
 
     def _control(self) -> Iterator[Transfer]:
-        """List what workers send each other beside the data: headers, and digests of whole models."""
+        """List what workers send each other beside the data: headers, and digests of what has become equal."""
         s, schedule = self.scenario, self.plan.schedule
-        before = 1.0 if s.shapes.layers else None  # before any data
+        delay = schedule.delay if isinstance(schedule, Streaming) else 0
+        fragments = in_parts(s.shapes.tensors, schedule.fragments)
         for place in range(self.cycle):
             for sync in self.plan.syncs_at(schedule.start + place):
                 weights, (level, size) = sync.payload is Payload.WEIGHTS, self._level(sync)
-                whole = weights and size == s.workers and sync.part is None
-                passed = [HEADER_BYTES] if weights or s.bare else []
-                passed += [DIGEST_BYTES] if whole and schedule.period > 1 else []
-                entries = tuple(
-                    Entry(place, 1, "all_reduce", level, "control", n, wire_bytes("all_reduce", n, size), 0.0, size)
-                    for n in passed
-                )
-                if size > 1 and entries:
-                    yield Transfer(place, before, 0.0, level, size, entries, encoded=False)
+                if size > 1 and (weights or s.bare):
+                    yield self._message(place, level, size, HEADER_BYTES)
+                some = bool(fragments[sync.fragment or 0])  # an empty fragment is not compared
+                if size == s.workers > 1 and weights and some and schedule.period > 1:
+                    yield self._message((place + delay) % self.cycle, level, size, DIGEST_BYTES)
+
+    def _message(self, place: int, level: str, size: int, payload_bytes: int) -> Transfer:
+        before = 1.0 if self.scenario.shapes.layers else None  # before any data
+        sent = wire_bytes("all_reduce", payload_bytes, size)
+        entry = Entry(place, 1, "all_reduce", level, "control", payload_bytes, sent, 0.0, size)
+        return Transfer(place, before, 0.0, level, size, (entry,), encoded=False)
 
     def _level(self, sync: Sync) -> tuple[str, int]:
         """Return the name of a level, and the workers of one of its groups."""

@@ -61,7 +61,9 @@ def _sent(worker: int, texts: tuple[str, ...]) -> list[dict[str, int]]:
         model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         plan = laconic.plan(text)
-        first, last = plan.schedule.start, plan.schedule.start + cycle_of(plan) - 1
+        delay = plan.schedule.delay if isinstance(plan.schedule, laconic.Streaming) else 0
+        first = plan.schedule.start + delay  # then as many fragments take effect in a cycle as are sent
+        last = first + cycle_of(plan) - 1
         with laconic.attach(plan, model, optimizer) as session:
             for step in range(1, last + 2):
                 F.cross_entropy(model(torch.randn(4, 33)), torch.arange(4)).backward()
