@@ -19,7 +19,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -31,9 +31,10 @@ from laconic.codecs.feedback import residuals_by_name
 from laconic.cost import sent_bytes
 from laconic.errors import DisagreementError
 from laconic.exchange import Averaged, Exchange, Peers, State
+from laconic.packing import wide_dtype
 from laconic.plans.methods import ddp
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Every
+from laconic.plans.schedules import Every, Nested, Quadratic, Schedule, Streaming
 from laconic.session.gradients import CARRY_STEPS
 from laconic.session.metrics import Health
 from laconic.session.observers import StepObserver
@@ -57,6 +58,8 @@ SKETCH = 256
 """Numbers in a sketch."""
 MOST_TENSORS = 32
 """The largest tensors of an exchange are sketched, and no others: on a GPU the launches would cost more than 1 %."""
+_BLOCK = 4096
+"""Rows of SKETCH numbers of a narrow dtype that are widened at once: 4 MB."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,38 +101,60 @@ class Guard(StepObserver):
             raise DisagreementError(
                 f"attach(observers=[{self!r}]): the workers have different guards. Give all of them the same."
             )
-        session.observe(_Measuring(self))
+        session.observe(_Monitor(self))
 
 
-class _Measuring(StepObserver):
-    """Measures, logs and acts for one session, at the same steps on all workers."""
+class _Monitor(StepObserver):
+    """Measures, logs and acts for one session.
+
+    Whether an exchange is measured follows from its step, and is decided where the exchange is submitted: the codec
+    that runs it carries the measurement with it. So all workers measure the same exchanges, and gather their rows after
+    the same step, however far the threads of their queues are.
+    """
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._sketcher = Sketcher()
-        self._last = 0
-        """The step of the last measurement."""
+        self._signs = Signs()
+        self._plan: Plan | None = None
+        self._next = 0
+        """The step from which on the next measurement begins."""
+        self._pending: deque[Measurement] = deque()
+        """Measurements that have begun and were not gathered, oldest first."""
         self._recent: deque[Health] = deque(maxlen=_IN_A_ROW)
         self._warned_of: Plan | None = None
         """The plan of which the log says that it is too weak."""
 
     def attached(self, session: Session) -> None:
         """Measure for the first time after `every` steps."""
-        self._last = session.step
-        self._sketcher.due = self._guard.every == 1
-        session.wrap_codec(lambda codec: SketchedCodec(codec, self._sketcher))
+        self.restarted(session)
+        ledger = session.ledger
+        session.wrap_codec(lambda codec: self._codec_for(ledger.step, codec))
+
+    def restarted(self, session: Session) -> None:
+        """Drop what was measured before. After a change of the plan, wait until carried residuals are delivered."""
+        carries = self._plan not in (None, session.plan) and not session.plan.local  # only those of gradients are
+        wait = CARRY_STEPS if carries else 0
+        self._plan, self._next = session.plan, session.step + wait + self._guard.every
+        self._pending.clear()
+        self._recent.clear()
 
     def after_step(self, session: Session) -> None:
-        """Take a measurement, if one was made. A fragment in flight is not complete on all workers."""
-        if not session.in_flight:
-            row = self._sketcher.take()
-            if row:
-                self._measured(session, health_of(session.gather(row), session.step))
-        self._sketcher.due = session.step + 1 - self._last >= self._guard.every
+        """Gather the measurements whose exchanges have ended on all workers."""
+        while self._pending and self._pending[0].due <= session.step:
+            row = self._pending.popleft().row()
+            self._judge(session, health_of(session.gather(row), session.step))
 
-    def _measured(self, session: Session, health: Health) -> None:
-        self._last = session.step
-        if not health.finite:
+    def _codec_for(self, step: int, codec: Codec) -> Codec:
+        """Return the codec for what is averaged in this step, with the measurement that it belongs to, if any."""
+        if not self._pending or step > self._pending[-1].last:
+            if step < self._next or self._plan is None:
+                return codec
+            self._pending.append(Measurement.of(self._plan, step, self._signs))
+            self._next = step + self._guard.every
+        return SketchCodec(codec, self._pending[-1])
+
+    def _judge(self, session: Session, health: Health | None) -> None:
+        if health is None or not health.finite:
             return
         session.health = health
         session.ledger.note("health", health.step, asdict(health))
@@ -143,9 +168,7 @@ class _Measuring(StepObserver):
         new = stronger_within(self._guard, session, lag) if self._guard.mode == "act" else None
         first, self._warned_of = self._warned_of != old, old
         if new is not None:
-            self._recent.clear()
             session.change(new)
-            self._last = session.step + CARRY_STEPS  # until the residuals that are carried over are delivered
         logs = session.group is None or session.group.rank() == 0  # one worker for all
         if logs and (new is not None or first):
             logger.warning("%s", _message(self._guard, session.step, lag, old, new))
@@ -229,7 +252,7 @@ def _own_strengths(codec: Any) -> Iterator[dict[str, Any]]:
     if bits is not None and bits < 4:
         yield {"bits": 2 * bits}
     if getattr(codec, "rank", _MOST_RANK) < _MOST_RANK:
-        yield {"rank": 2 * codec.rank}
+        yield {"rank": min(_MOST_RANK, 2 * codec.rank)}
     if getattr(codec, "fraction", _MOST_FRACTION) < _MOST_FRACTION:
         yield {"fraction": min(_MOST_FRACTION, 2 * codec.fraction)}
     if bits is not None and 4 <= bits < _MOST_BITS:
@@ -250,78 +273,108 @@ def _stronger_value(value: object) -> Any:
 
 
 def _half_period(plan: Plan) -> Plan | None:
-    """Return the plan with half its period, where its schedule has one and can be that short."""
-    schedule: Any = plan.schedule
-    periods = [f.name for f in fields(schedule) if f.name in ("period", "floor")]
-    period = getattr(schedule, periods[0]) if periods else 1
-    if period < 2:
+    """Return the plan with half its period; None where weights are averaged at every step, or the schedule has none."""
+    schedule = plan.schedule
+    half = schedule.period // 2
+    if not half:
         return None
-    changed = {periods[0]: period // 2} | ({"of": "weights"} if isinstance(schedule, Every) else {})
-    try:
-        return replace(plan, schedule=replace(schedule, **changed))
-    except ValueError:  # such as a period below the number of fragments
+    shorter: Schedule
+    if isinstance(schedule, Every):
+        shorter = replace(schedule, period=half, of="weights")
+    elif isinstance(schedule, Streaming):
+        shorter = replace(
+            schedule, period=half, fragments=min(schedule.fragments, half), delay=min(schedule.delay, half - 1)
+        )
+    elif isinstance(schedule, Nested):  # of two groups with one period, the larger counts
+        shorter = replace(schedule, groups={max(1, period // 2): size for period, size in schedule.groups.items()})
+    elif isinstance(schedule, Quadratic):
+        shorter = replace(schedule, growth=schedule.growth / math.sqrt(2), floor=half)
+    else:
         return None
+    return replace(plan, schedule=shorter)
 
 
-class Sketcher:
-    """Sketches what is averaged, in synchronisations that are `due`."""
+class Signs:
+    """Random signs of +1 and -1 by the name of a tensor, the same on all workers."""
 
     def __init__(self) -> None:
-        self.due = False
-        self._sums: list[Tensor] = []
-        """For each exchange [3, SKETCH]: of what was to be sent, of residuals before, and after."""
-        self._signs: dict[tuple[str, int, torch.device], Tensor] = {}
+        self._known: dict[tuple[str, int, torch.device], Tensor] = {}
+
+    def of(self, name: str, count: int, device: torch.device) -> Tensor:
+        """Return `count` signs, [count] in fp32."""
+        key = (name, count, device)
+        if key not in self._known:
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
+            drawn = torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(seed))
+            self._known[key] = (2 * drawn - 1).float().to(device)
+        return self._known[key]
+
+
+@dataclass(frozen=True, eq=False)
+class Measurement:
+    """The sketches of what is averaged in one step, or in one period of a streaming plan: then of all fragments.
+
+    `last` is the step of its last exchange, and `due` the step after which that has ended on every worker.
+    """
+
+    last: int
+    due: int
+    signs: Signs
+    sums: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
+    """For the names of each exchange, [3, SKETCH]: of what was to be sent, of residuals before, and after. If a step
+    averages them several times, the last."""
+
+    @classmethod
+    def of(cls, plan: Plan, step: int, signs: Signs) -> Measurement:
+        """Begin a measurement with the exchanges of a step."""
+        schedule = plan.schedule
+        if not isinstance(schedule, Streaming) or step < schedule.start:
+            return cls(step, step, signs)
+        last = step if schedule.fragments == 1 else step + schedule.period - 1
+        return cls(last, last + schedule.delay, signs)
 
     def watch(
         self, tensors: Mapping[str, Tensor], state: State, average: Callable[[], Exchange[Averaged]]
     ) -> Exchange[Averaged]:
         """Run the exchange that `average` makes of `tensors`, and sketch them."""
-        names = sorted(tensors, key=lambda name: (-tensors[name].numel(), name))[:MOST_TENSORS]
+        names = tuple(sorted(tensors, key=lambda name: (-tensors[name].numel(), name))[:MOST_TENSORS])
         device = tensors[names[0]].device if names else torch.device("cpu")
         own = self._sketch({name: tensors[name] for name in names}, device)
         before = self._sketch(_residuals_of(names, state), device)
         end = yield from average()
         after = self._sketch(_residuals_of(names, state), device)
-        self._sums.append(torch.stack([own, before, after]))
+        self.sums[names] = torch.stack([own, before, after])
         return end
 
-    def take(self) -> list[int]:
-        """Return the sums of all sketches since the last call, as int64 numbers to gather; empty if there are none."""
-        sums, self._sums = self._sums, []
-        if not sums:
-            return []
+    def row(self) -> list[int]:
+        """Return how many exchanges were sketched, and the sums of their sketches as int64 numbers, to gather."""
+        sums = list(self.sums.values())
         total = sum((each.cpu() for each in sums), torch.zeros(3, SKETCH))
         bits: list[int] = total.reshape(-1).view(torch.int64).tolist()  # two fp32 numbers each
-        return bits
+        return [len(sums), *bits]
 
     @torch.no_grad()
     def _sketch(self, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
         sums = torch.zeros(SKETCH, device=device)
         for name, t in tensors.items():
             flat = t.detach().reshape(-1)
-            rows = flat.numel() // SKETCH
-            signs = self._signs_of(name, rows + 1, flat.device)
-            if rows:
-                sums += (signs[:rows].to(flat.dtype) @ flat[: rows * SKETCH].view(rows, SKETCH)).float()
+            rows, wide = flat.numel() // SKETCH, wide_dtype(flat.dtype)
+            signs = self.signs.of(name, rows + 1, flat.device)
+            block = max(1, rows if flat.dtype == wide else _BLOCK)
+            for at in range(0, rows, block):  # in fp32 or wider: sums of fp16 would overflow
+                some = flat[at * SKETCH : min(at + block, rows) * SKETCH].view(-1, SKETCH).to(wide)
+                sums += (signs[at : at + len(some)].to(wide) @ some).float()
             tail = flat[rows * SKETCH :]
             sums[: tail.numel()] += signs[rows] * tail.float()
         return sums
 
-    def _signs_of(self, name: str, count: int, device: torch.device) -> Tensor:
-        key = (name, count, device)
-        if key not in self._signs:
-            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
-            drawn = torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(seed))
-            self._signs[key] = (2 * drawn - 1).float().to(device)
-        return self._signs[key]
-
 
 @dataclass(frozen=True, eq=False)
-class SketchedCodec:
-    """A codec whose exchanges are sketched where a measurement is due."""
+class SketchCodec:
+    """A codec whose exchanges belong to a measurement."""
 
     codec: Codec
-    sketcher: Sketcher
+    measurement: Measurement
 
     def accepts(self, shape: torch.Size) -> bool:
         """Accept what the codec accepts."""
@@ -331,14 +384,18 @@ class SketchedCodec:
         self, tensors: Mapping[str, Tensor], state: State, peers: Peers, *, reuse: bool = False
     ) -> Exchange[Averaged]:
         """Average through the codec."""
-        if not self.sketcher.due:
-            return self.codec.average(tensors, state, peers, reuse=reuse)
-        return self.sketcher.watch(tensors, state, lambda: self.codec.average(tensors, state, peers, reuse=reuse))
+        return self.measurement.watch(tensors, state, lambda: self.codec.average(tensors, state, peers, reuse=reuse))
 
 
-def health_of(rows: Sequence[Sequence[int]], step: int) -> Health:
-    """Compute the health from the rows of all workers, bit for bit the same wherever it is computed."""
-    tables = [torch.tensor(row, dtype=torch.int64).view(torch.float32).view(3, SKETCH).tolist() for row in rows]
+def health_of(rows: Sequence[Sequence[int]], step: int) -> Health | None:
+    """Compute the health from the rows of all workers, bit for bit the same wherever it is computed.
+
+    None if nothing was averaged, or if an exchange of some worker was dropped.
+    """
+    counts = {row[0] for row in rows}
+    if len(counts) > 1 or 0 in counts:
+        return None
+    tables = [torch.tensor(row[1:], dtype=torch.int64).view(torch.float32).view(3, SKETCH).tolist() for row in rows]
     gradient, before, after = ([table[i] for table in tables] for i in range(3))
     mean = _mean(gradient)
     norm, lag = _norm(mean), _norm(_mean(after))

@@ -36,6 +36,12 @@ class StepObserver:
     def after_step(self, session: Session) -> None:
         """Run when a step is over, weights synchronised; the step is `session.step`."""
 
+    def restarted(self, session: Session) -> None:
+        """Run before the next step is prepared, when it does not go on from the last one.
+
+        After `change`, `load_state_dict` and `regroup`.
+        """
+
     def report(self, session: Session, loss: float | Tensor, tokens: int, validation: Validation | None) -> bool:
         """Take what `session.report` was called with; return whether training may stop."""
         return False

@@ -269,7 +269,7 @@ class Session:
         self.plan, self._clock = plan, clock
         self._live.reset(carry_residuals(self._live.state["gradient"]) if gradients else None)
         self._weights.forget()
-        self._prepare()
+        self._restart()
 
     def detach(self) -> None:
         """Remove all hooks. A DDP model then averages gradients as DDP does."""
@@ -307,7 +307,7 @@ class Session:
         self._path.repeat_layout(saved["layout"])
         self._weights.load_state_dict(saved)
         self._headers.stop.restart()
-        self._prepare()
+        self._restart()
 
     # What observers and tools may call
 
@@ -345,7 +345,7 @@ class Session:
         self._averager.check.forget()  # of a step that failed half-way
         self._weights.drop_in_flight()
         self._divergence = DivergenceCheck(self._divergence.every)  # it counts: from now on the same on all workers
-        self._prepare()
+        self._restart()
 
     def abandon(self) -> None:
         """Leave the group, with the collectives that are in flight. `regroup` goes on in another."""
@@ -418,6 +418,12 @@ class Session:
         gradient = self._gradient
         self._headers.begin_step(self.plan, number, gradient is not None and gradient.level is None)
         self._path.begin_step(gradient, None if gradient is None else self.plan.codec_of(gradient, number))
+
+    def _restart(self) -> None:
+        """Prepare the next step after something else than a step: observers learn it first."""
+        for observer in self._observers:
+            observer.restarted(self)
+        self._prepare()
 
     def _before(self, scaled: ScaledSteps, step_follows: bool) -> None:
         """Average and check gradients with the other workers, also where this worker then takes no step."""

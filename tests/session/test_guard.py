@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.codecs.feedback import residuals_by_name
-from laconic.guard import SKETCH, Sketcher, health_of
+from laconic.guard import SKETCH, Measurement, Signs, health_of
 from tests.session.models import assert_equal_bits, weights
 from tests.workers import run_workers
 
@@ -22,20 +24,42 @@ def test_sketches_tell_norms_of_means():
     common = {"a": torch.randn(300, 200), "b": torch.randn(7)}
     rows = []
     for worker in range(4):
-        probe = Sketcher()
         own = {name: t + 2 * torch.randn(t.shape, generator=_seeded(worker + 1)) for name, t in common.items()}
         state = {"residual": {"a": 3 * common["a"]}}
-        exchange = probe.watch(own, state, lambda: iter(()))  # type: ignore[arg-type, return-value]
-        with pytest.raises(StopIteration):
-            next(exchange)
-        rows.append(probe.take())
-        assert probe.take() == []
+        rows.append(_row_of(own, state))
     health = health_of(rows, step=5)
+    assert health is not None
     assert health.residual == pytest.approx(3 / 2**0.5, rel=0.2)  # the mean has the noise of 4 workers: 1 + 4 / 4
     assert health.error == pytest.approx(3 / (16 + 1) ** 0.5, rel=0.2)
     assert health.agreement == pytest.approx(2 / 5, rel=0.3)
     assert health.norm == pytest.approx((2 * 60007) ** 0.5, rel=0.2)
-    assert health.finite and not health_of([[*torch.full([3 * SKETCH], torch.nan).view(torch.int64)]], 1).finite
+    nan = health_of([[1, *torch.full([3 * SKETCH], torch.nan).view(torch.int64)]], 1)
+    assert health.finite and nan is not None and not nan.finite
+
+
+def _row_of(tensors: dict[str, Tensor], state: dict[str, Any]) -> list[int]:
+    """Sketch an exchange that averages nothing."""
+    measurement = Measurement.of(laconic.ddp(), 1, Signs())
+    exchange = measurement.watch(tensors, state, lambda: iter(()))  # type: ignore[arg-type, return-value]
+    with pytest.raises(StopIteration):
+        next(exchange)
+    return measurement.row()
+
+
+def test_a_worker_whose_exchanges_were_dropped_makes_no_measurement():
+    row = _row_of({"a": torch.ones(300)}, {})
+    assert health_of([row, row], 1) is not None
+    assert health_of([row, [0] * len(row)], 1) is None
+    assert health_of([[0] * len(row)] * 2, 1) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_dtype_is_sketched_in_fp32_or_wider(dtype):
+    x = 3000 * torch.randn(2_000_003, generator=_seeded(0))
+    wide = health_of([_row_of({"a": x.to(dtype).float()}, {})], 1)
+    health = health_of([_row_of({"a": x.to(dtype)}, {})], 1)
+    assert health is not None and wide is not None and health.finite  # 7800 rows: the sums are beyond fp16
+    assert health.norm == pytest.approx(wide.norm, rel=1e-5)
 
 
 def _seeded(seed: int) -> torch.Generator:
@@ -103,6 +127,64 @@ def test_deltas_are_measured_and_get_a_stronger_codec(schedule):
     here, there = run_workers(_train, 2, ("bare", plan, laconic.Guard("act", every=2, limit=0.5)))
     assert here["plans"] == there["plans"] and len(set(here["plans"])) > 1
     assert here["health"] == there["health"]
+
+
+class _Held(laconic.StepObserver):
+    """Holds the queue's thread of worker 0 until its training is past a step; worker 1's waits for nothing."""
+
+    def __init__(self, worker: int, step: int) -> None:
+        self.worker, self.step = worker, step
+        self.entered, self.past = threading.Event(), threading.Event()
+
+    def attached(self, session: laconic.Session) -> None:
+        session.wrap_codec(lambda codec: HeldCodec(codec, self) if session.ledger.step == self.step else codec)
+
+    def after_step(self, session: laconic.Session) -> None:
+        if session.step == self.step:
+            if self.worker:
+                assert self.entered.wait(30)
+            else:
+                self.past.set()
+
+
+@dataclass(frozen=True, eq=False)
+class HeldCodec:
+    codec: laconic.Codec
+    by: _Held
+
+    def accepts(self, shape: torch.Size) -> bool:
+        return self.codec.accepts(shape)
+
+    def average(self, tensors: Any, state: Any, peers: Any, *, reuse: bool = False) -> Any:
+        if not self.by.worker:
+            assert self.by.past.wait(30)
+        exchange = self.codec.average(tensors, state, peers, reuse=reuse)
+        self.by.entered.set()
+        return exchange
+
+
+def _late(worker: int, step: int) -> list[laconic.Health]:
+    model = nn.Linear(48, 48)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    plan = "Plan(Streaming(period=3, fragments=1, delay=1), ErrorFeedback(Quantized(2)))"
+    held, seen = _Held(worker, step), []
+    guard = laconic.Guard("warn", every=4)
+    # On worker 0 the thread waits until the guard has seen the step, on worker 1 the guard waits for the thread.
+    observers = [held, guard] if worker else [guard, held]
+    with laconic.attach(plan, model, optimizer, observers=observers, sync_initial=True, timeout_s=20) as session:
+        for _ in range(16):
+            model(torch.randn(4, 48)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if session.health is not None and session.health not in seen:
+                seen.append(session.health)
+    return seen
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_what_is_measured_follows_from_the_step_however_late_a_thread_is(step):
+    here, there = run_workers(_late, 2, (step,))
+    assert here == there and [each.step for each in here] == [7, 13]  # sent at 6 and 12
 
 
 def _wrapped(worker: int) -> tuple[list[str], Tensor]:
