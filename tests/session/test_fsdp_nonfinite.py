@@ -73,7 +73,7 @@ def _train(
     several: bool = True,
     optimizer: str = "SGD",
     where: str = "everywhere",
-    backwards: int = 1,
+    backwards: tuple[str, ...] = ("averaged",),
     clips: bool = False,
     **options: Any,
 ) -> tuple[list[Tensor], list[str]]:
@@ -88,8 +88,9 @@ def _train(
     clip = 0.5 if clips else None
     with laconic.attach(laconic.plan(text), model, of_model, nonfinite=policy, clip_norm=clip):  # type: ignore[arg-type]
         for step in range(1, STEPS + 1):
-            for part in range(backwards):
-                model.set_requires_gradient_sync(part == backwards - 1)  # type: ignore[operator]
+            for part, backward in enumerate(backwards):
+                model.set_requires_gradient_sync(backward != "held")  # type: ignore[operator]
+                model.set_requires_all_reduce(backward == "averaged")  # type: ignore[operator]
                 _loss(model, worker, step, where if part == 0 else "nowhere").backward()
             try:
                 of_model.step()
@@ -151,9 +152,11 @@ def test_one_sick_worker_of_two(replicas):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["accumulated", "clipped"])
-def test_one_sick_worker_with(setting):
-    backwards, clips = (2, False) if setting == "accumulated" else (1, True)
+@pytest.mark.parametrize(
+    "first", [("held",), ("kept local",), ("averaged",), ()], ids=["held", "kept-local", "averaged-twice", "clipped"]
+)
+def test_one_sick_worker_with(first):
+    backwards, clips = (*first, "averaged"), not first
     cases = [(*case, True, "SGD", "one shard", backwards, clips) for case in product(PLANS[1:], POLICIES)]
     _run_each(2, cases, timeout_s=120)
 
@@ -215,6 +218,32 @@ def test_without_the_sick_replica_the_mean_is_that_of_the_others(several):
     for seen in run_workers(_whole, 4, (several,)):
         for ours, whole in seen:
             torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-5)
+
+
+def _skipping(worker: int) -> list[Tensor]:
+    """Only the worker that sees NaN skips the step; the others call their optimizers."""
+    model = _shard(_mesh(2), several=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    trace = []
+    with laconic.attach(laconic.quantized_ddp(), model, optimizer, clip_norm=0.5) as session:
+        for step in range(1, STEPS + 1):
+            loss = _loss(model, worker, step, "everywhere")
+            loss.backward()
+            if loss.isfinite():
+                optimizer.step()
+            else:
+                session.skip()
+            optimizer.zero_grad()
+            trace.append(shards(model))
+    return trace
+
+
+def test_the_sick_worker_may_skip_the_step_by_itself():
+    results = run_workers(_skipping, 4)
+    assert_replicas_equal([trace[-1] for trace in results])
+    for trace in results:
+        assert trace[-1].isfinite().all()
+        assert [torch.equal(*pair) for pair in pairwise(trace)] == [False, True, False, False]
 
 
 def _overflowing(worker: int) -> tuple[list[Tensor], list[float]]:
@@ -385,8 +414,8 @@ def _counted(worker: int) -> list[dict[str, int]]:
                 optimizer.zero_grad()
             inside = [each for each in session.ledger.entries if each.level == "shards" and each.step > 0]
             assert all(each.payload_bytes == 8 for each in inside)
-            found.append(Counter(each.step for each in inside))
-    return [dict(each) for each in found]
+            found.append(dict(Counter(each.step for each in inside)))
+    return found
 
 
 def test_the_shards_of_a_replica_exchange_one_number_in_a_step():
