@@ -75,18 +75,19 @@ def _train(
     where: str = "everywhere",
     backwards: tuple[str, ...] = ("averaged",),
     clips: bool = False,
-    **options: Any,
+    way: str = "2-D",
 ) -> tuple[list[Tensor], list[str]]:
     """Train with one sick step; return the shards after each step, and what was logged and raised."""
     said = listen()
-    model = _shard(mesh, several, **options)
+    model = _shard(mesh if way == "2-D" else mesh["shard"], several)
+    group = None if way == "2-D" else mesh["replicate"].get_group()
     of_model: Any = {
         "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
     }[optimizer](model.parameters())
     trace = [shards(model)]
-    clip = 0.5 if clips else None
-    with laconic.attach(laconic.plan(text), model, of_model, nonfinite=policy, clip_norm=clip):  # type: ignore[arg-type]
+    plan, clip = laconic.plan(text), 0.5 if clips else None
+    with laconic.attach(plan, model, of_model, group=group, nonfinite=policy, clip_norm=clip):  # type: ignore[arg-type]
         for step in range(1, STEPS + 1):
             for part, backward in enumerate(backwards):
                 model.set_requires_gradient_sync(backward != "held")  # type: ignore[operator]
@@ -152,6 +153,13 @@ def test_one_sick_worker_of_two(replicas):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, 1], ids=["2x2", "1x4"])
+def test_one_sick_worker_of_a_model_whose_mesh_has_no_replicas(replicas):
+    cases = [(*case, True, "AdamW", "one shard", ("averaged",), False, "1-D") for case in product(PLANS, POLICIES)]
+    _run_each(replicas, cases, timeout_s=120)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first", [("held",), ("kept local",), ("averaged",), ()], ids=["held", "kept-local", "averaged-twice", "clipped"]
 )
@@ -213,7 +221,8 @@ def _whole(worker: int, several: bool) -> list[tuple[Tensor, Tensor]]:
     return seen
 
 
-@pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("several", [False, True])
 def test_without_the_sick_replica_the_mean_is_that_of_the_others(several):
     for seen in run_workers(_whole, 4, (several,)):
         for ours, whole in seen:
@@ -238,6 +247,7 @@ def _skipping(worker: int) -> list[Tensor]:
     return trace
 
 
+@pytest.mark.slow
 def test_the_sick_worker_may_skip_the_step_by_itself():
     results = run_workers(_skipping, 4)
     assert_replicas_equal([trace[-1] for trace in results])
@@ -263,6 +273,7 @@ def _overflowing(worker: int) -> tuple[list[Tensor], list[float]]:
     return trace, scales
 
 
+@pytest.mark.slow
 def test_one_shard_overflows_under_a_gradscaler():
     results = run_workers(_overflowing, 4)
     assert_replicas_equal([trace[-1] for trace, _ in results])
