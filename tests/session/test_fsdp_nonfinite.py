@@ -412,7 +412,7 @@ def test_a_weight_that_is_sharded_by_hand(policy, dims):
         assert f"step {STEP}: replica {2 - dims} had NaN or Inf, in weight" in said
 
 
-def _counted(worker: int) -> list[dict[str, int]]:
+def _counted(worker: int) -> list[dict[int, int]]:
     """Count the collectives inside a replica, for two steps of three units under each policy."""
     mesh, found = _mesh(2), []
     for policy in (*POLICIES, "ignore"):
