@@ -196,6 +196,11 @@ def gather(x: Tensor) -> Exchange[Tensor]:
     return (yield Gather(x)).cpu()
 
 
+def largest(x: Tensor) -> Exchange[Tensor]:
+    """Return the largest of every worker's `x`, element by element, on the CPU."""
+    return (yield Max(x)).cpu()
+
+
 def all_true(flags: Sequence[Tensor]) -> Tensor:
     """Return whether all 0-d tensors are nonzero, without waiting for an accelerator; the only one there, as it is."""
     there = [flag for flag in flags if flag.device.type != "cpu"]

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from laconic.comm.queue import CollectiveQueue
 from laconic.errors import DisagreementError, outliers
-from laconic.exchange import Exchange, Max
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def difference(queue: CollectiveQueue, facts: Mapping[str, object]) -> str | Non
 
 def all_same(queue: CollectiveQueue, digest: Tensor) -> bool:
     """Return, on all workers alike, whether all have the same number, a 0-d int64 tensor."""
-    return are_same(highest(queue, both_ends(digest)))
+    return are_same(queue.largest(both_ends(digest)))
 
 
 def both_ends(digest: Tensor) -> Tensor:
@@ -81,21 +80,12 @@ def are_same(ends: Tensor) -> bool:
     return bool(ends[0] == ~ends[1])
 
 
-def highest(queue: CollectiveQueue, x: Tensor) -> Tensor:
-    """Return the largest of every worker's `x`, element by element, on the host. Every worker calls it and waits."""
-    return x.cpu() if queue.workers == 1 else queue.run(_highest(x.to(queue.device)), "control")
-
-
-def _highest(x: Tensor) -> Exchange[Tensor]:
-    return (yield Max(x)).cpu()
-
-
 def of_all_shards(
     shards: CollectiveQueue, bad: Sequence[int], where: str, parameters: Sequence[str], replicas: int
 ) -> tuple[list[int], str]:
     """Join what the workers that hold the shards of one replica have found: which replicas, and the first parameter."""
     early = len(parameters) - parameters.index(where) if where in parameters else 0  # the largest is the first one
-    first, *found = shards.largest(early, *(int(replica in bad) for replica in range(replicas)))
+    first, *found = shards.largest(torch.tensor([early, *(replica in bad for replica in range(replicas))])).tolist()
     return [replica for replica, each in enumerate(found) if each], parameters[-first] if first else where
 
 

@@ -139,13 +139,13 @@ class NonFiniteCheck:
 
     @property
     def agree(self) -> Agree | None:
-        """Returns whether a batch is finite in all shards of this replica; None if it has none, or checks nothing."""
+        """What says whether a batch is finite in all shards of this replica; None if nobody else must be asked."""
         return None if self._shards is None or self.policy == "ignore" else self._agree
 
     def _agree(self, ok: Tensor) -> Tensor:
         assert self._shards is not None
-        (bad,) = self._shards.largest(int(not bool(ok)))
-        return torch.tensor(not bad, device=ok.device)
+        bad = self._shards.largest(torch.tensor(int(not bool(ok))))
+        return (bad == 0).to(ok.device)
 
     def conclude(self) -> Exchange[bool]:
         """Note and return whether all that was averaged since the last optimizer's step is finite.

@@ -112,7 +112,7 @@ def exchange_headers(queue: CollectiveQueue, header: Header, shards: CollectiveQ
     The workers that hold the `shards` of one replica state the same: that of any of them counts for all.
     """
     if shards is not None:
-        bad, stop, step_ms = shards.largest(int(not header.finite), int(header.stop), header.step_ms)
+        bad, stop, step_ms = shards.largest(torch.tensor([not header.finite, header.stop, header.step_ms])).tolist()
         header = replace(header, finite=not bad, stop=bool(stop), step_ms=step_ms)
     if queue.workers == 1:
         return Headers((header,))

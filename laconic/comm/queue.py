@@ -39,13 +39,13 @@ from laconic.exchange import (
     Done,
     Exchange,
     First,
-    Max,
     Peers,
     Request,
     T,
     advance,
     all_true,
     gather,
+    largest,
     operation,
     own_bytes,
     payload_bytes,
@@ -285,10 +285,9 @@ class CollectiveQueue:
         """Gather `x` from every worker, on the host: [workers, *x.shape]. Every worker calls it and waits."""
         return x.cpu()[None] if self.workers == 1 else self.run(gather(x.to(self.device)), "control")
 
-    def largest(self, *numbers: int) -> list[int]:
-        """Return the largest of each number over all workers. Every worker calls it and waits."""
-        found: list[int] = self.run(_largest(torch.tensor(numbers, device=self.device)), "control").tolist()
-        return found
+    def largest(self, x: Tensor) -> Tensor:
+        """Return the largest of every worker's `x` by element, on the host. Every worker calls it and waits."""
+        return x.cpu() if self.workers == 1 else self.run(largest(x.to(self.device)), "control")
 
     def close(self) -> None:
         """End the thread when all exchanges have ended, and destroy the group that was made for this queue.
@@ -459,10 +458,6 @@ def decide(
         answer = answer if agree is None else agree(answer)
     for running in held:
         running.answer, running.held = answer, None
-
-
-def _largest(x: Tensor) -> Exchange[Tensor]:
-    return (yield Max(x)).cpu()
 
 
 class OwnStream:

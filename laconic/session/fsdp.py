@@ -161,12 +161,12 @@ class ShardedPath:
 
     def _wait_for(self, tensors: dict[str, Tensor], flat: Tensor, codec: Codec | None = None) -> None:
         """Average before backward goes on, and so before it is known whether the other gradients are finite."""
-        checked, gradient = self._averager.check.agree is not None, self._live.state["gradient"]
-        if checked and self._before is None:
+        agree, gradient = self._averager.check.agree, self._live.state["gradient"]
+        if agree is not None and self._before is None:
             self._before = same_tensors(gradient)
         state = gradient if codec is None else {}
-        future = self._submit(self._averager.average(tensors, codec, state, reuse=not checked), flat)
-        self._queue.flush()
+        future = self._submit(self._averager.average(tensors, codec, state, reuse=agree is None), flat)
+        self._queue.flush(agree=agree if self._pending else None)  # exchanges that run in place end here, too
         future.wait()
 
     def _submit(self, exchange: Exchange[Averaged], flat: Tensor) -> Future[Tensor]:

@@ -73,23 +73,25 @@ def _train(
     several: bool = True,
     optimizer: str = "SGD",
     where: str = "everywhere",
-    backwards: int = 1,
+    backwards: tuple[str, ...] = ("averaged",),
     clips: bool = False,
-    **options: Any,
+    way: str = "2-D",
 ) -> tuple[list[Tensor], list[str]]:
     """Train with one sick step; return the shards after each step, and what was logged and raised."""
     said = listen()
-    model = _shard(mesh, several, **options)
+    model = _shard(mesh if way == "2-D" else mesh["shard"], several)
+    group = None if way == "2-D" else mesh["replicate"].get_group()
     of_model: Any = {
         "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
     }[optimizer](model.parameters())
     trace = [shards(model)]
-    clip = 0.5 if clips else None
-    with laconic.attach(laconic.plan(text), model, of_model, nonfinite=policy, clip_norm=clip):  # type: ignore[arg-type]
+    plan, clip = laconic.plan(text), 0.5 if clips else None
+    with laconic.attach(plan, model, of_model, group=group, nonfinite=policy, clip_norm=clip):  # type: ignore[arg-type]
         for step in range(1, STEPS + 1):
-            for part in range(backwards):
-                model.set_requires_gradient_sync(part == backwards - 1)  # type: ignore[operator]
+            for part, backward in enumerate(backwards):
+                model.set_requires_gradient_sync(backward != "held")  # type: ignore[operator]
+                model.set_requires_all_reduce(backward == "averaged")  # type: ignore[operator]
                 _loss(model, worker, step, where if part == 0 else "nowhere").backward()
             try:
                 of_model.step()
@@ -151,9 +153,18 @@ def test_one_sick_worker_of_two(replicas):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["accumulated", "clipped"])
-def test_one_sick_worker_with(setting):
-    backwards, clips = (2, False) if setting == "accumulated" else (1, True)
+@pytest.mark.parametrize("replicas", [2, 1], ids=["2x2", "1x4"])
+def test_one_sick_worker_of_a_model_whose_mesh_has_no_replicas(replicas):
+    cases = [(*case, True, "AdamW", "one shard", ("averaged",), False, "1-D") for case in product(PLANS, POLICIES)]
+    _run_each(replicas, cases, timeout_s=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "first", [("held",), ("kept local",), ("averaged",), ()], ids=["held", "kept-local", "averaged-twice", "clipped"]
+)
+def test_one_sick_worker_with(first):
+    backwards, clips = (*first, "averaged"), not first
     cases = [(*case, True, "SGD", "one shard", backwards, clips) for case in product(PLANS[1:], POLICIES)]
     _run_each(2, cases, timeout_s=120)
 
@@ -210,11 +221,39 @@ def _whole(worker: int, several: bool) -> list[tuple[Tensor, Tensor]]:
     return seen
 
 
-@pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("several", [False, True])
 def test_without_the_sick_replica_the_mean_is_that_of_the_others(several):
     for seen in run_workers(_whole, 4, (several,)):
         for ours, whole in seen:
             torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-5)
+
+
+def _skipping(worker: int) -> list[Tensor]:
+    """Only the worker that sees NaN skips the step; the others call their optimizers."""
+    model = _shard(_mesh(2), several=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    trace = []
+    with laconic.attach(laconic.quantized_ddp(), model, optimizer, clip_norm=0.5) as session:
+        for step in range(1, STEPS + 1):
+            loss = _loss(model, worker, step, "everywhere")
+            loss.backward()
+            if loss.isfinite():
+                optimizer.step()
+            else:
+                session.skip()
+            optimizer.zero_grad()
+            trace.append(shards(model))
+    return trace
+
+
+@pytest.mark.slow
+def test_the_sick_worker_may_skip_the_step_by_itself():
+    results = run_workers(_skipping, 4)
+    assert_replicas_equal([trace[-1] for trace in results])
+    for trace in results:
+        assert trace[-1].isfinite().all()
+        assert [torch.equal(*pair) for pair in pairwise(trace)] == [False, True, False, False]
 
 
 def _overflowing(worker: int) -> tuple[list[Tensor], list[float]]:
@@ -234,6 +273,7 @@ def _overflowing(worker: int) -> tuple[list[Tensor], list[float]]:
     return trace, scales
 
 
+@pytest.mark.slow
 def test_one_shard_overflows_under_a_gradscaler():
     results = run_workers(_overflowing, 4)
     assert_replicas_equal([trace[-1] for trace, _ in results])
@@ -372,7 +412,7 @@ def test_a_weight_that_is_sharded_by_hand(policy, dims):
         assert f"step {STEP}: replica {2 - dims} had NaN or Inf, in weight" in said
 
 
-def _counted(worker: int) -> list[dict[str, int]]:
+def _counted(worker: int) -> list[dict[int, int]]:
     """Count the collectives inside a replica, for two steps of three units under each policy."""
     mesh, found = _mesh(2), []
     for policy in (*POLICIES, "ignore"):
@@ -385,8 +425,8 @@ def _counted(worker: int) -> list[dict[str, int]]:
                 optimizer.zero_grad()
             inside = [each for each in session.ledger.entries if each.level == "shards" and each.step > 0]
             assert all(each.payload_bytes == 8 for each in inside)
-            found.append(Counter(each.step for each in inside))
-    return [dict(each) for each in found]
+            found.append(dict(Counter(each.step for each in inside)))
+    return found
 
 
 def test_the_shards_of_a_replica_exchange_one_number_in_a_step():
