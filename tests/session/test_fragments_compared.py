@@ -46,6 +46,7 @@ def _flipped(worker: int, text: str, wrapped: bool, every: int | None, flip: boo
 @pytest.mark.parametrize("text", PLANS)
 def test_a_fragment_that_differs_is_named_when_it_takes_effect(text, wrapped):
     schedule = laconic.plan(text).schedule
+    assert isinstance(schedule, laconic.Streaming)
     for error, workers, step in run_workers(_flipped, 4, (text, wrapped, None, True)):
         assert f"after step {step}, worker {ODD} holds other weights than the rest, first in {NAME}" in error
         assert workers == [ODD]
