@@ -112,7 +112,7 @@ class Trainer:
     def _levels(self) -> list[dist.ProcessGroup]:
         """Return this worker's group of two, and that of all."""
         if not self._pairs:
-            self._pairs = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]  # type: ignore[misc]
+            self._pairs = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
         assert dist.group.WORLD is not None
         return [self._pairs[self.worker % 2], dist.group.WORLD]
 
