@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +33,8 @@ setups = st.builds(
     amp=st.booleans(),
     scheduled=st.booleans(),
     seed=st.integers(0, 20),
+    nonfinite=st.sampled_from(("skip", "exclude")),
+    levels=st.booleans(),
 ).map(possible_setup)
 nans = st.none() | st.none() | st.builds(Nan, st.integers(0, 3), st.none() | st.sampled_from(PARAMETERS))
 branches = st.sampled_from(((True,) * 4, (True, False, True, True), (False, True, False, False), (False,) * 4))
@@ -48,6 +51,8 @@ class Training(RuleBasedStateMachine):
     plan: str = ""
     reports: list[Report]
     """Of the last operation."""
+    saved: Oracle | None = None
+    """As it was when the workers kept their state; None if nothing fits the model and the plan of now."""
 
     @initialize(setup=setups)
     def attach(self, setup: Setup) -> None:
@@ -123,7 +128,7 @@ class Training(RuleBasedStateMachine):
             assert len(found) == 1 and "find_unused_parameters" in found.pop(), "refused differently, or not at all"
             return
         reports = self._call("change", plan=plan)
-        self.plan = plan
+        self.plan, self.saved = plan, None
         self.oracle.change(plan, self.reports)
         self._checked(reports)
 
@@ -137,8 +142,23 @@ class Training(RuleBasedStateMachine):
     def resume(self) -> None:
         """Save, make everything anew, and load."""
         self.oracle.resume()
-        self.was_local = False
+        self.was_local, self.saved = False, None
         self._checked(self._call("resume"))
+
+    @rule()
+    def save(self) -> None:
+        """Keep the state of now."""
+        self._checked(self._call("save"))
+        self.saved = copy.deepcopy(self.oracle)
+
+    @precondition(lambda self: self.saved is not None)
+    @rule()
+    def go_back(self) -> None:
+        """Load the state that was kept, perhaps while another fragment is in flight."""
+        assert self.saved is not None
+        before, self.oracle = self.oracle, copy.deepcopy(self.saved)
+        self.oracle.go_back(before)
+        self._checked(self._call("go_back"))
 
     @rule()
     def average_weights(self) -> None:
@@ -184,6 +204,7 @@ class Training(RuleBasedStateMachine):
     def train(self, trained: bool, name: str) -> None:
         """Freeze a module, or unfreeze it."""
         self.oracle.train(name, trained)
+        self.saved = None
         self._checked(self._call("train", name=name, trained=trained))
 
     @precondition(lambda self: self.setup.wrap == "bare" and not self.added and not self.setup.scheduled)
@@ -191,7 +212,7 @@ class Training(RuleBasedStateMachine):
     def add(self) -> None:
         """Add a layer, and its parameters to an optimizer."""
         self.oracle.add()
-        self.added = True
+        self.added, self.saved = True, None
         self._checked(self._call("add"))
 
     @precondition(lambda self: self.setup.workers > 1)

@@ -173,8 +173,12 @@ class Oracle:
         return seen
 
     def _groups(self, average: Average) -> Iterator[range]:
-        for first in range(0, self.workers, average.size):
-            yield range(first, first + average.size)
+        groups = self.workers // average.size
+        for group in range(groups):
+            if self.setup.levels:
+                yield range(group, self.workers, groups)
+            else:
+                yield range(group * average.size, (group + 1) * average.size)
 
     def _gradients(self, worker: int, options: StepOptions) -> Gradients:
         net = self.nets[worker]
@@ -190,12 +194,18 @@ class Oracle:
         return found
 
     def _mean_gradient(self, own: list[Gradients], members: range, reports: Sequence[Report]) -> Gradients | None:
-        """Average; a gradient that only some workers have counts as zero on the others. None: no worker steps."""
+        """Average; a gradient that only some workers have counts as zero on the others. None: no worker steps.
+
+        Where the others go on without a worker that has NaN, it contributes nothing but its residuals.
+        """
+        sound: Sequence[int] = [w for w in members if finite(own[w].values())]
+        if self.setup.nonfinite == "skip" or not sound:
+            sound = members
         users = range(self.workers) if self.setup.wrap == "ddp" else members  # DDP asks all workers what is used
         names = [name for name in self.trained() if any(name in own[worker] for worker in users)]
         mean = {
-            name: sum((own[w][name] for w in members if name in own[w]), torch.zeros_like(self.trained()[name].data))
-            / len(members)
+            name: sum((own[w][name] for w in sound if name in own[w]), torch.zeros_like(self.trained()[name].data))
+            / len(sound)
             for name in names
         }
         if not finite(mean.values()):
@@ -333,7 +343,7 @@ class Oracle:
             sent = [self._own(worker, delta) for worker in range(self.workers)]
             self.flights.append(Flight(self.number + self.known.delay, delta, sent))
         else:
-            self._move(delta, mix=0.0)
+            self._move(delta, mix=self.known.mix or 0.0)
 
     def _forgotten(self, names: Iterable[str]) -> Gradients:
         """Return what a decay takes from the residuals before they are sent again, in the mean of the workers."""
@@ -387,27 +397,33 @@ class Oracle:
         """
         following = PLANS[plan].averages(self.number + 1, self.number, learning_rate(0, False), self.workers)
         gradients = any(average.what == "gradient" for average in following)
-        residuals = [
-            {name: r.to(self.params(w)[name].dtype) for name, r in report.residual.items()}
-            for w, report in enumerate(before)
-        ]
         of_deltas = bool(self.known.lossy) and self.known.local
         if of_deltas:
-            for worker, residual in enumerate(residuals):
-                for name, r in residual.items():
+            for worker, report in enumerate(before):
+                for name, r in report.residual.items():
                     self.params(worker)[name].data -= r
+        of_gradients = [report.carried if self.known.local else report.residual for report in before]
         self.average_weights(moments=gradients, force=of_deltas)
         self.begin(plan)
-        if gradients and not of_deltas:
+        if gradients:
+            residuals = [
+                {name: r.to(self.params(w)[name].dtype) for name, r in each.items()}
+                for w, each in enumerate(of_gradients)
+            ]
             self.carried = [{name: Carried(r) for name, r in residual.items()} for residual in residuals]
-            means = {name: torch.stack([each[name] for each in residuals]).mean(0) for name in residuals[0]}
-            self.kept.add(means, {})
+            if not self.known.local:
+                means = {name: torch.stack([each[name] for each in residuals]).mean(0) for name in residuals[0]}
+                self.kept.add(means, {})
 
     def resume(self) -> None:
         """Go on where all was saved. Without an anchor, the next takes in all parameters, those that came late too."""
         self.averaged_steps, self.current = 0, False
         if self.anchor is None:
             self.unsynced.clear()
+
+    def go_back(self, now: Oracle) -> None:
+        """Go on from here after `now`: collectives count on, and deltas start from the anchor that was loaded."""
+        self.averaged_steps, self.current = now.averaged_steps, False
 
     def load(self, factor: float) -> None:
         """Load other weights, the same on every worker: those of a new model, scaled."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import laconic
-from laconic import ByShape, Cast, Codec, ErrorFeedback, Every, LowRank, Nesterov, Plan
+from laconic import ByShape, Cast, Codec, ErrorFeedback, Every, Groups, LowRank, Nesterov, Plan, Streaming
 from laconic.codecs import Quantized
 
 What = Literal["gradient", "weights"]
@@ -95,9 +95,12 @@ def _diloco(**options: Any) -> Known:
     return Known(plan, options["period"], start, group=group, outer=(0.7, 0.9), anchored=True)
 
 
-def _streaming(period: int, fragments: int, delay: int, mix: float | None = None) -> Known:
-    plan = laconic.streaming_diloco(period, fragments, delay, lr=0.7, momentum=0.9, codec=laconic.Exact(), mix=mix)
-    return Known(plan, period, outer=(0.7, 0.9), fragments=fragments, delay=delay, mix=mix, anchored=True)
+def _streaming(
+    period: int, fragments: int, delay: int, mix: float | None = None, group: Literal[2] | None = None
+) -> Known:
+    exact = laconic.Exact()
+    plan = laconic.streaming_diloco(period, fragments, delay, 0.7, 0.9, codec=exact, mix=mix, group=group)
+    return Known(plan, period, group=group, outer=(0.7, 0.9), fragments=fragments, delay=delay, mix=mix, anchored=True)
 
 
 def _local(period: int, start: int = 1, **options: Any) -> Known:
@@ -127,6 +130,8 @@ LOSSLESS = {
     "streaming_delay_fragments": _streaming(4, 2, 1),
     "streaming_mix": _streaming(3, 1, 1, mix=0.5),
     "streaming_mix_fragments": _streaming(4, 2, 1, mix=0.25),
+    "streaming_mix_now": _streaming(4, 2, 0, mix=0.5),
+    "streaming_groups": _streaming(3, 2, 2, group=2),
     "streaming_adopt": Known(
         laconic.streaming_diloco(4, 2, 0, lr=1.0, momentum=0.0, codec=laconic.Exact()), 4, fragments=2
     ),
@@ -144,6 +149,15 @@ LOSSY = {
     "feedback_quantized": _gradients(ErrorFeedback(Quantized(8)), ROUNDING),
     "deltas_low_rank": _deltas(2, ByShape(ErrorFeedback(LowRank(rank=1))), ROUNDING),
     "deltas_low_rank_outer": _deltas(2, ByShape(ErrorFeedback(LowRank(rank=2))), ROUNDING, (0.7, 0.9)),
+    "streamed_groups": Known(
+        Plan(Streaming(3, 3, delay=1), ErrorFeedback(Quantized(4)), topology=Groups(2)),
+        3,
+        group=2,
+        fragments=3,
+        delay=1,
+        lossy=ROUNDING,
+        anchored=True,
+    ),
     "deltas_bf16": _deltas(3, ErrorFeedback(Cast("bf16")), 0.01),
 }
 DEFAULTS = {

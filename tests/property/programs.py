@@ -27,6 +27,9 @@ class Setup:
     amp: bool = False
     scheduled: bool = False
     seed: int = 0
+    nonfinite: Literal["skip", "exclude"] = "skip"
+    levels: bool = False
+    """Whether groups of two of four workers are given as `levels=`: 0 and 2, 1 and 3."""
 
     @property
     def known(self) -> Known:
@@ -61,7 +64,8 @@ def possible_setup(setup: Setup) -> Setup:
     if setup.known.wide:
         setup = replace(setup, features=setup.features | {"wide"})
     refused = {"complex", "fp16"} if setup.amp else set()  # torch's GradScaler takes neither
-    return replace(setup, features=setup.features - refused, reversed=setup.reversed and setup.split)
+    levels = setup.levels and setup.workers == 4
+    return replace(setup, features=setup.features - refused, reversed=setup.reversed and setup.split, levels=levels)
 
 
 def possible_step(options: StepOptions, setup: Setup, gradients: bool, sound: bool) -> StepOptions:
@@ -71,6 +75,9 @@ def possible_step(options: StepOptions, setup: Setup, gradients: bool, sound: bo
         nan = replace(nan, worker=nan.worker % setup.workers)
         if setup.amp and setup.split:
             nan = replace(nan, parameter=None)  # a GradScaler decides for each optimizer
+        if setup.nonfinite == "exclude" and gradients:  # bucket by bucket: let all of a worker's be left out, or none
+            nan = None if setup.amp else replace(nan, parameter=None)
+            options = replace(options, branch=(True,) * 4)
         if not gradients and not setup.amp and (setup.workers == 1 or not sound):
             nan = None
     return replace(options, nan=nan)

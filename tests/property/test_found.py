@@ -110,6 +110,36 @@ FOUND: list[tuple[str, Setup, list[Program]]] = [
     ("complex", Setup("power_sgd_two", features=frozenset({"complex"})), [_steps(2)]),
     ("qsr_resume", Setup("qsr", scheduled=True), [_steps(2), Training.resume, _steps(6)]),
     ("batch_norm_ddp", Setup("ddp", wrap="ddp", features=BATCH_NORM), [_steps(2)]),
+    ("mix_now", Setup("streaming_mix_now"), [_steps(9)]),
+    ("exclude", Setup("ddp", workers=3, nonfinite="exclude"), [_steps(1), _step(NAN), _steps(1)]),
+    (
+        "exclude_carried",
+        Setup("power_sgd_two", workers=3, wrap="ddp", nonfinite="exclude"),
+        [_steps(2), _step(NAN), _change("feedback_quantized"), _step(NAN), _change("ddp"), _step(NAN), _steps(2)],
+    ),
+    ("exclude_groups", Setup("diloco_groups", workers=4, nonfinite="exclude"), [_steps(1), _step(NAN), _steps(2)]),
+    (
+        "levels",
+        Setup("streamed_groups", workers=4, levels=True, features=BF16),
+        [_steps(4), _step(NAN), _steps(3), _change("post_local_groups"), _steps(4), _change("hierarchical"), _steps(4)],
+    ),
+    ("levels_leader", Setup("hierarchical", workers=4, levels=True, features=BATCH_NORM), [_steps(5)]),
+    (
+        "levels_carried",
+        Setup("feedback_quantized", workers=4, levels=True),
+        [_steps(3), _change("streamed_groups"), _steps(5), _change("power_sgd_two"), _steps(4)],
+    ),
+    (
+        "go_back",
+        Setup('frugal("120x", delay=1)', workers=3),
+        [_steps(4), Training.save, _steps(4), Training.go_back, _steps(6), Training.go_back, _steps(2)],
+    ),
+    (
+        "go_back",
+        Setup("streaming_groups", workers=4, levels=True),
+        [_steps(4), Training.save, _steps(3), Training.go_back, _steps(6), _change("streaming_mix_now"), _steps(5)],
+    ),
+    ("go_back", Setup("power_sgd_two", wrap="ddp"), [_steps(3), Training.save, _steps(2), Training.go_back, _steps(2)]),
     ("refused", Setup(), [lambda t: t.refused(kind="plan")]),
     ("refused", Setup(), [lambda t: t.refused(kind="groups")]),
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +36,9 @@ class Report:
     delivered: dict[str, Tensor]
     """The gradients that the optimizers saw in the last step, before clipping; empty where it was skipped."""
     residual: dict[str, Tensor]
+    """What the plan's codec keeps of what it averages."""
+    carried: dict[str, Tensor]
+    """What a plan that averages weights keeps of gradients: residuals of the plan before, which groups deliver."""
     flying: dict[str, Tensor]
     """The mean deltas of fragments that were sent and have not taken effect."""
     step: int
@@ -60,6 +64,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self.wire = Wire()
         self.delivered: dict[str, Tensor] = {}
+        self._pairs: list[dist.ProcessGroup] = []
+        self._saved: list[Any] = []
 
     def attach(self, setup: Setup) -> Report:
         """Make a model and attach the plan to it."""
@@ -91,9 +97,24 @@ class Trainer:
     def _attach(self, plan: str) -> None:
         self.wire.sent, self.wire.collectives = 0.0, 0
         scaler = self.scaler if self.setup.amp else None
-        self.session = laconic.attach(PLANS[plan].plan, self.model, self.optimizers, timeout_s=TIMEOUT_S, scaler=scaler)
+        self.session = laconic.attach(
+            PLANS[plan].plan,
+            self.model,
+            self.optimizers,
+            timeout_s=TIMEOUT_S,
+            scaler=scaler,
+            nonfinite=self.setup.nonfinite,
+            levels=self._levels() if self.setup.levels else None,
+        )
         self._ddp_before = self._ddp_sequence()  # in which the session's own group has exchanged addresses
         self.handles = [each.register_step_pre_hook(self._note_delivered) for each in self.optimizers]
+
+    def _levels(self) -> list[dist.ProcessGroup]:
+        """Return this worker's group of two, and that of all."""
+        if not self._pairs:
+            self._pairs = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
+        assert dist.group.WORLD is not None
+        return [self._pairs[self.worker % 2], dist.group.WORLD]
 
     def detach(self) -> None:
         """Leave the model."""
@@ -160,8 +181,7 @@ class Trainer:
     def resume(self) -> Report:
         """Save all state, make everything anew from another seed, and load."""
         assert self.session is not None
-        parts: list[Any] = [self.net, *self.optimizers, *self.schedulers, self.scaler, self.session]
-        saved = [_through_a_file(part.state_dict()) for part in parts]
+        saved = [_through_a_file(part.state_dict()) for part in self._parts()]
         plan = self.session.plan
         name = next(name for name, known in PLANS.items() if known.plan == plan)
         frozen = [name for name, p in self.net.named_parameters() if not p.requires_grad]
@@ -173,9 +193,23 @@ class Trainer:
         for parameter, p in self.net.named_parameters():
             p.requires_grad_(parameter not in frozen)
         self._attach(name)
-        parts = [self.net, *self.optimizers, *self.schedulers, self.scaler, self.session]
-        for part, state in zip(parts, saved, strict=True):
+        for part, state in zip(self._parts(), saved, strict=True):
             part.load_state_dict(state)
+        return self.report()
+
+    def _parts(self) -> list[Any]:
+        """Return all that has state."""
+        return [self.net, *self.optimizers, *self.schedulers, self.scaler, self.session]
+
+    def save(self) -> Report:
+        """Keep all state as it is now."""
+        self._saved = [_through_a_file(part.state_dict()) for part in self._parts()]
+        return self.report()
+
+    def go_back(self) -> Report:
+        """Load what was kept, into what is there."""
+        for part, state in zip(self._parts(), self._saved, strict=True):
+            part.load_state_dict(copy.deepcopy(state))
         return self.report()
 
     def change(self, plan: str) -> Report:
@@ -264,7 +298,8 @@ class Trainer:
             {name: p.detach().clone() for name, p in self.net.named_parameters()},
             {name: b.detach().clone() for name, b in self.net.named_buffers()},
             self.delivered,
-            self._residuals(saved["state"]),
+            self._residuals(saved["state"], "weights" if session.plan.local else "gradient"),
+            self._residuals(saved["state"], "gradient") if session.plan.local else {},
             self._flying(saved["in_flight"]),
             session.step,
             session.synced,
@@ -276,10 +311,10 @@ class Trainer:
             self._ddp_sequence() - self._ddp_before,
         )
 
-    def _residuals(self, state: Tree) -> dict[str, Tensor]:
+    def _residuals(self, state: Tree, phase: str) -> dict[str, Tensor]:
         """Return the residuals by parameter, without the loss scale, which those of a DDP model contain."""
-        scale = state.get("loss_scale", {}).get("scale", 1.0)
-        return {name: self._as_parameter(name, t / scale) for name, t in _residuals(state).items()}
+        scale = state.get("loss_scale", {}).get("scale", 1.0) if phase == "gradient" else 1.0
+        return {name: self._as_parameter(name, t / scale) for name, t in _residuals(state[phase]).items()}
 
     def _flying(self, fragments: list[Tree]) -> dict[str, Tensor]:
         means = {name: t for each in fragments for mean in each["means"] for name, t in mean.items()}

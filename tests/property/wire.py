@@ -22,17 +22,20 @@ class Wire:
             "all_to_all_single": self._all_to_all_single,
         }
         for name, count in counts.items():
-            setattr(dist, name, self._counting(getattr(dist, name), count))
+            setattr(dist, name, self._counting(name, getattr(dist, name), count))
         for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "reduce", "gather", "scatter", "send"):
             setattr(dist, name, _unexpected(name))
 
-    def _counting(self, call: Callable[..., Any], count: Callable[..., float]) -> Callable[..., Any]:
+    def _counting(self, name: str, call: Callable[..., Any], count: Callable[..., float]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
             group = kwargs.get("group")
             workers = dist.get_world_size(group)
             if workers > 1:
                 self.collectives += 1
-                self.sent += count(workers, dist.get_rank(group), *args)
+                x, *rest = args
+                if name == "broadcast":
+                    rest[0] = dist.get_process_group_ranks(group).index(rest[0])
+                self.sent += count(workers, dist.get_rank(group), x, *rest)
             return call(*args, **kwargs)
 
         return counted
@@ -45,7 +48,7 @@ class Wire:
 
     def _broadcast(self, workers: int, me: int, x: Tensor, source: int, *_: object) -> float:
         """In gloo's tree, all that have it pass it on: 1, then 2, then 4 workers, to as many others."""
-        place, have, sends = (me - source) % workers, 1, 0  # groups are aligned: `source` counts among all workers
+        place, have, sends = (me - source) % workers, 1, 0
         while have < workers:
             sends += place < have and place + have < workers
             have *= 2

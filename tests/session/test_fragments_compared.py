@@ -21,6 +21,8 @@ PLANS = [
     "streaming_diloco(period=4, fragments=2, group=2, codec=Exact(), start=3)",
 ]
 
+OTHERS = [PLANS[0], *PLANS[4:]]
+
 
 def _flipped(worker: int, text: str, wrapped: bool, every: int | None, flip: bool) -> tuple[str, list[int], int]:
     """Train; after step `FLIP`, a bit flips in what one worker keeps of a weight. Return the error, if there is one."""
@@ -43,16 +45,17 @@ def _flipped(worker: int, text: str, wrapped: bool, every: int | None, flip: boo
 
 
 @pytest.mark.parametrize("wrapped", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["bare", "ddp"])
-@pytest.mark.parametrize("text", PLANS)
+@pytest.mark.parametrize("text", [*PLANS[1:4], *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
 def test_a_fragment_that_differs_is_named_when_it_takes_effect(text, wrapped):
     schedule = laconic.plan(text).schedule
+    assert isinstance(schedule, laconic.Streaming)
     for error, workers, step in run_workers(_flipped, 4, (text, wrapped, None, True)):
         assert f"after step {step}, worker {ODD} holds other weights than the rest, first in {NAME}" in error
         assert workers == [ODD]
         assert FLIP < step <= FLIP + schedule.period + schedule.delay
 
 
-@pytest.mark.parametrize("every", [0, 1, 3])
+@pytest.mark.parametrize("every", [0, 3, pytest.param(1, marks=pytest.mark.slow)])
 def test_it_is_compared_as_often_as_verify_every_says(every):
     for error, workers, step in run_workers(_flipped, 4, ("frugal('30x', delay=1)", False, every, True)):
         if every:
