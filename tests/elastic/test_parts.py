@@ -64,6 +64,27 @@ def test_saved_snapshots_wait_for_a_living_worker_that_may_hold_newer_ones():
         monitor.close()
 
 
+def test_a_worker_that_gives_up_later_than_another_says_how_many_came():
+    store, errors = BoundedStore(HashStore()), {}
+
+    def wait(id: str, wait_s: float) -> None:
+        monitor = HeartbeatMonitor(store, id, f"{id}#a", heartbeat_timeout_s=0.2)
+        try:
+            rendezvous = Rendezvous(store, monitor, Rules(least=3, expect=3, wait_s=wait_s))
+            rendezvous.join(Member(id, f"{id}#a", 0, (0,)), is_over=lambda: False)
+        except elastic.QuorumError as error:
+            errors[id] = str(error)
+        monitor.close()
+
+    threads = [threading.Thread(target=wait, args=(id, wait_s)) for id, wait_s in (("0", 2.0), ("1", 1.0))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert "2 of at least 3 workers came within 1 s" in errors["1"]
+    assert "2 of at least 3 workers came within 2 s" in errors["0"], "it saw worker 1, which has given up since"
+
+
 def test_numbers_come_before_words_and_are_sorted_by_value():
     members = [Member(id, id, 0, ()) for id in ("10", "b", "2", "a")]
     assert [m.id for m in sorted(members, key=lambda m: m.order)] == ["2", "10", "a", "b"]
