@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 import laconic
 from laconic import elastic
+from laconic.elastic.group import leave
 from laconic.elastic.heartbeat import HeartbeatMonitor
 from laconic.elastic.history import Snapshot
 from laconic.elastic.rendezvous import Member, Membership, Rendezvous, Rules
@@ -213,6 +214,23 @@ def test_a_run_of_one_worker_is_plain_training():
         (2, 4, ("alone",)),
         (4, 5, ("alone",)),
     ]
+
+
+def test_no_group_is_kept_alive_for_a_fragment_that_a_commit_has_waited_for(monkeypatch):
+    kept: list[float] = []
+    monkeypatch.setattr("laconic.elastic.run.leave", lambda timeout_s, *_: [kept.append(timeout_s), leave(0)])
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = laconic.attach(laconic.plan("frugal('30x', delay=1)"), model, optimizer)
+    world = elastic.join(HashStore(), id=0, heartbeat_timeout_s=0.5)
+    with elastic.Run(world, session, model, optimizer) as run:
+        for step in run.steps(100):
+            with step:
+                run.stop()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+        assert session.in_flight and session.step == 2
+    assert kept == [0, 0]  # before the first group, and at the end
 
 
 def test_an_error_in_the_body_of_a_step_is_raised():
