@@ -125,6 +125,7 @@ class Rendezvous:
         expected = () if last is None else last.members
         self._monitor.watch(each.tag for each in expected)
         registered: dict[int, Member] = {}
+        most = (0, "")  # how many workers were here at most, and what was missing then
         begun_s = complete_since_s = time.monotonic()
         while True:
             self._monitor.raise_if_failed()
@@ -145,10 +146,13 @@ class Rendezvous:
                 complete_since_s = now
             # 4. Close the attempt, wait for more, or give up.
             problem = self._problem(present, expected)
-            if problem is None and not (missing and now - begun_s < self._rules.wait_s):
-                self._close(attempt, present)
-            elif now - complete_since_s > self._rules.wait_s:
-                raise QuorumError(problem)
+            if problem is None:
+                if not missing or now - begun_s >= self._rules.wait_s:
+                    self._close(attempt, present)
+            else:  # others may have given up before this worker does
+                most = max((len(present), problem), most, key=lambda each: each[0])
+                if now - complete_since_s > self._rules.wait_s:
+                    raise QuorumError(most[1])
             time.sleep(POLL_S)
 
     def _problem(self, present: list[Member], expected: Iterable[Member]) -> str | None:

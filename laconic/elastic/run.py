@@ -77,8 +77,7 @@ class CommitClock:
         """Return whether to commit the step that has just ended. Called once after each step."""
         session = self._session
         self._synced |= session.synced
-        in_period = session.step < self._since + session.plan.schedule.period
-        if not self._synced or (session.in_flight and in_period):
+        if not self._synced or (session.in_flight and session.step < self._since + session.plan.schedule.period):
             return False
         self._since, self._synced = session.step, False
         self._count += 1
@@ -307,20 +306,18 @@ class Run:
 
     def _recover(self) -> None:
         """Form the next generation, and continue from the newest commit that all of its members hold."""
+        world, history = self.world, self._history
         for _ in range(ATTEMPTS):
             self._leave_group()
-            membership = self.world.rendezvous.join(self._as_member(), self._is_over)
+            steps = tuple(each.step for each in history.snapshots)
+            member = Member(world.id, world.tag, history.generation, steps, history.in_memory)
+            membership = world.rendezvous.join(member, self._is_over)
             if membership is None:
                 self._leave_run() if self.leaving else self._end_with_others()
                 return
             if self._form_group(membership):
                 return
         raise ElasticError(f"no group could be formed in {ATTEMPTS} attempts. Is the network between workers open?")
-
-    def _as_member(self) -> Member:
-        history = self._history
-        steps = tuple(each.step for each in history.snapshots)
-        return Member(self.world.id, self.world.tag, history.generation, steps, history.in_memory)
 
     def _is_over(self) -> bool:
         ended = None if self.leaving else self.world.ended()
@@ -358,15 +355,12 @@ class Run:
         self._idle = False
         try:
             self._connect(membership)
-        except ElasticError:
-            self.world.report_failure(membership)
-            raise
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            logger.info(
-                "the group of attempt %d was not formed, the next attempt follows: %s", membership.attempt, reason
-            )
             self.world.report_failure(membership)
+            if isinstance(error, ElasticError):
+                raise
+            why, attempt = str(error).partition("\n")[0], membership.attempt
+            logger.info("the group of attempt %d was not formed, the next attempt follows: %s", attempt, why)
             return False
         self._idle = True
         return True

@@ -167,11 +167,11 @@ def held(model: Line, session: laconic.Session) -> dict[str, Any]:
     return {"state": sums(flat), "shared": digest.hexdigest()[:16]}
 
 
-def host_store(pipe: Any, host: str | None, address: str) -> None:
+def host_store(pipe: Any, host: str | None, address: str, port: int) -> None:
     """Host the store, in a process that can be killed."""
     if host is not None:
         move_to(host)
-    store = elastic.serve(0, address)
+    store = elastic.serve(port, address)
     pipe.send(store.port)
     while True:
         signal.pause()
@@ -187,14 +187,18 @@ class Cluster:
     stopped: set[str] = field(default_factory=set)
 
     def __enter__(self) -> Cluster:
+        self.host_store()
+        return self
+
+    def host_store(self) -> None:
+        """Start the host of the store; again, at the port that it had."""
         here, there = _context.Pipe(duplex=False)
-        self.host = _context.Process(target=host_store, args=(there, *self.job.store))
+        self.host = _context.Process(target=host_store, args=(there, *self.job.store, self.job.port))
         self.host.start()
         there.close()
         assert here.poll(60), "the store did not start"
         self.job = replace(self.job, port=here.recv())
         here.close()
-        return self
 
     def __exit__(self, *_: object) -> None:
         for process in [*self.started, self.host]:
@@ -210,6 +214,14 @@ class Cluster:
             process.start()
             self.running[id] = process
             self.started.append(process)
+
+    def kill_host(self) -> None:
+        """Kill the host of the store, and wait until all workers have stopped."""
+        self.host.kill()
+        self.host.join()
+        for id in list(self.stopped):
+            self.send(id, signal.SIGCONT)
+        self.wait(150)  # one that is about to join looks for the store for 30 s
 
     def send(self, id: str, number: signal.Signals) -> None:
         """Send a signal to a worker."""
@@ -285,7 +297,7 @@ class Cluster:
         found = []
         for path in Path(self.job.logs).glob(f"{whose}.jsonl"):
             with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - 2000))
+                file.seek(max(0, path.stat().st_size - 20_000))  # the last line may be an error
                 for line in file.read().splitlines():
                     with contextlib.suppress(ValueError, KeyError, TypeError):
                         found.append(tuple(json.loads(line)["commit"][1:]))

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 import laconic
 from laconic import elastic
+from laconic.elastic.group import leave
 from laconic.elastic.heartbeat import HeartbeatMonitor
 from laconic.elastic.history import Snapshot
 from laconic.elastic.rendezvous import Member, Membership, Rendezvous, Rules
@@ -62,6 +63,27 @@ def test_saved_snapshots_wait_for_a_living_worker_that_may_hold_newer_ones():
         assert found is not None and found.base == 21, "a worker that holds it in memory need not wait"
     finally:
         monitor.close()
+
+
+def test_a_worker_that_gives_up_later_than_another_says_how_many_came():
+    store, errors = BoundedStore(HashStore()), {}
+
+    def wait(id: str, wait_s: float) -> None:
+        monitor = HeartbeatMonitor(store, id, f"{id}#a", heartbeat_timeout_s=0.2)
+        try:
+            rendezvous = Rendezvous(store, monitor, Rules(least=3, expect=3, wait_s=wait_s))
+            rendezvous.join(Member(id, f"{id}#a", 0, (0,)), is_over=lambda: False)
+        except elastic.QuorumError as error:
+            errors[id] = str(error)
+        monitor.close()
+
+    threads = [threading.Thread(target=wait, args=(id, wait_s)) for id, wait_s in (("0", 2.0), ("1", 1.0))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert "2 of at least 3 workers came within 1 s" in errors["1"]
+    assert "2 of at least 3 workers came within 2 s" in errors["0"], "it saw worker 1, which has given up since"
 
 
 def test_numbers_come_before_words_and_are_sorted_by_value():
@@ -192,6 +214,23 @@ def test_a_run_of_one_worker_is_plain_training():
         (2, 4, ("alone",)),
         (4, 5, ("alone",)),
     ]
+
+
+def test_no_group_is_kept_alive_for_a_fragment_that_a_commit_has_waited_for(monkeypatch):
+    kept: list[float] = []
+    monkeypatch.setattr("laconic.elastic.run.leave", lambda timeout_s, *_: [kept.append(timeout_s), leave(0)])
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = laconic.attach(laconic.plan("frugal('30x', delay=1)"), model, optimizer)
+    world = elastic.join(HashStore(), id=0, heartbeat_timeout_s=0.5)
+    with elastic.Run(world, session, model, optimizer) as run:
+        for step in run.steps(100):
+            with step:
+                run.stop()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+        assert session.in_flight and session.step == 2
+    assert kept == [0, 0]  # before the first group, and at the end
 
 
 def test_an_error_in_the_body_of_a_step_is_raised():
