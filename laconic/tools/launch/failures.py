@@ -16,7 +16,7 @@ SHOWN_LINES = 20
 _ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*((?=[A-Z_])\w*(?:Error|Exception|Interrupt|Exit)(?::.*)?)$")
 _ABORT = re.compile(r"\s*what\(\): |Fatal Python error|\[[EF]\d{4} ")
 _NOISE = re.compile(r"\s|\[[WI]\d{4} |.*\b\w*Warning\b|terminate called|WARNING\b")
-"""Lines that do not tell why a process ended: indented ones, and warnings of Python and of torch's C++."""
+"""Lines that do not explain why a process ended: indented ones, and warnings of Python and of torch's C++."""
 
 
 class WorkerError(RuntimeError):
@@ -57,7 +57,7 @@ def is_consequence(reason: str) -> bool:
 
 
 def reason(exit_code: int, log: Sequence[str], killed: str = "") -> str:
-    """Say in one line why a process ended: its error, else how it ended, and its last line that tells anything.
+    """Say in one line why a process ended: its error, else how it ended, and the last line that may explain it.
 
     `killed` is what to say instead of the signal's name.
 
@@ -68,15 +68,15 @@ def reason(exit_code: int, log: Sequence[str], killed: str = "") -> str:
     """
     error = " ".join(last_error(log))
     aborts = [line.strip() for line in reversed(log) if _ABORT.match(line)]
-    last = (error, *aborts, *(line for line in reversed(log) if tells(line)), *reversed(log), "")
+    last = (error, *aborts, *(line for line in reversed(log) if may_explain(line)), *reversed(log), "")
     line = next(filter(None, last), "")
     if exit_code > 0 and line:
         return line
     return (killed or killed_by(exit_code)) + (f"; its last line: {line}" if line else "")
 
 
-def tells(line: str) -> bool:
-    """Whether a line of a log may tell why a process ended: it is neither indented nor a warning."""
+def may_explain(line: str) -> bool:
+    """Whether a line of a log may explain why a process ended: it is neither indented nor a warning."""
     return not _NOISE.match(line)
 
 
