@@ -50,14 +50,12 @@ def worker_error(
     reasons |= {worker: reason(code, logs[worker]) for worker, code in exit_codes.items()}
     causes = [worker for worker, text in reasons.items() if text and not is_consequence(text)]
     culprit = causes[0] if causes else first
-    early = (
-        ""
-        if causes or not ended
-        else (
-            f" Worker {ended[0]} had ended before it{reached.get(ended[0], '')}, with exit code 0: do all workers take "
-            "the same number of steps?"
+    early = ""
+    if ended and not causes:
+        early = (
+            f" Worker {ended[0]} had ended without an error{reached.get(ended[0], '')}: do all workers take the same "
+            "number of steps?"
         )
-    )
     return WorkerError(
         f"worker {culprit} of {workers} of {title} failed{reached.get(culprit, '')}: "
         f"{reasons[culprit].rstrip('.')}.{early} The other workers were stopped."

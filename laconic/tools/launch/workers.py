@@ -154,7 +154,7 @@ def run_workers(
             "%s: worker %d was %s after its end; its results are used.", title, first, killed_by(failed[first])
         )
         return
-    ended = [rank for rank, code in codes.items() if code == 0]
+    ended = [rank for rank, code in codes.items() if code == 0 or (code is None and has_ended(rank))]
     raise worker_error(folder, workers, failed, title, {worker: reached(worker) for worker in range(workers)}, ended)
 
 

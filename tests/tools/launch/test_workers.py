@@ -190,8 +190,8 @@ def test_a_worker_that_ends_early_is_named_beside_the_one_that_lost_it(script, t
         "    time.sleep(2); raise RuntimeError('Connection closed by peer')\nmain()"
     )
     words = (
-        r"worker 0 of 2 .*: RuntimeError: Connection closed by peer\. Worker 1 had ended before it at start, with plan "
-        r"ddp\(\), with exit code 0: do all workers take the same number of steps\? The other workers were stopped"
+        r"worker 0 of 2 .*: RuntimeError: Connection closed by peer\. Worker 1 had ended without an error at "
+        r"start, with plan ddp\(\): do all workers take the same number of steps\? The other workers were stopped"
     )
     with pytest.raises(WorkerError, match=words):
         launch(TrainingRun(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
