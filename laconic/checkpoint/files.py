@@ -6,6 +6,7 @@ and the safetensors package checks a header before it allocates, so that a file 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -17,15 +18,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
-from laconic.checkpoint.state import dense, dtype_name, flatten, unflatten
+from laconic.checkpoint.state import NATIVE_DTYPES, dense, dtype_name, flatten, unflatten
 from laconic.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "laconic checkpoint", 3
 MAX_MANIFEST_BYTES = 64 << 20
+BLOCK_BYTES = 4 << 20
+_NAMES = "F64 F32 F16 BF16 I64 I32 I16 I8 U64 U32 U16 U8 BOOL C64 F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0"
+DTYPES = dict(zip(_NAMES.split(), NATIVE_DTYPES.values(), strict=True))
+"""Dtypes by the names that a safetensors file has for them."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +92,38 @@ def write_flat(path: Path, skeleton: Any, tensors: Mapping[str, Tensor]) -> File
 def read_state(path: Path, expected: FileRecord | None = None) -> Any:
     """Read a state that `write_state` wrote, and compare the file with its record if there is one."""
     _check_size(path, expected)
-    state, problem = None, None
-    with ThreadPoolExecutor(1) as pool:
-        digest = None if expected is None else pool.submit(_sha256, path)
-        try:
-            with safe_open(path, "pt", backend="pread") as file:  # a mapped file could change under the tensors
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                state = unflatten(json.loads((file.metadata() or {})["state"]), tensors)
-        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
-            problem = error
-    if expected is not None and digest is not None:
-        _check_digest(path, digest.result(), expected)  # of a damaged file, that is what the error says
-    if problem is not None:
-        raise CheckpointError(f"{path.name} cannot be read: {type(problem).__name__}: {str(problem)[:300]}.")
+    try:
+        state, digest = _read(path)
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
+        if expected is not None:
+            _check_digest(path, _sha256(path), expected)  # of a damaged file, that is what the error says
+        raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}: {str(error)[:300]}.") from error
+    if expected is not None:
+        _check_digest(path, digest, expected)
     return state
+
+
+def _read(path: Path) -> tuple[Any, str]:
+    """Return the state and the SHA-256 of a file, read once, each tensor into memory of its own."""
+    # 1. The package checks the header, and that the tensors fill the rest of the file without gaps.
+    with safe_open(path, "pt", backend="pread") as opened:
+        stored = {name: opened.get_slice(name) for name in opened.offset_keys()}
+        tensors = {n: torch.empty(each.get_shape(), dtype=DTYPES[each.get_dtype()]) for n, each in stored.items()}
+        skeleton = json.loads((opened.metadata() or {})["state"])
+    # 2. One thread reads, and another computes the digest of what was read. Nothing is mapped: the file could change.
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+        header_bytes = os.fstat(file.fileno()).st_size - sum(t.nbytes for t in tensors.values())
+        header = torch.empty(header_bytes, dtype=torch.uint8)
+        for t in (header, *tensors.values()):
+            memory = (ctypes.c_char * t.nbytes).from_address(t.data_ptr())  # after t.numpy(), t could not be resized
+            left = memoryview(memory).cast("B")
+            while left:
+                if not (count := file.readinto(left[:BLOCK_BYTES])):
+                    raise ValueError("it became shorter while it was read")
+                pool.submit(digest.update, left[:count])
+                left = left[count:]
+    return unflatten(skeleton, tensors), digest.hexdigest()
 
 
 def check_file(path: Path, expected: FileRecord, *, size_only: bool = False) -> None:

@@ -12,9 +12,11 @@ from laconic import Exact
 from laconic import plan as parse_plan
 from laconic.cli.tables import PipedConsole, table
 from laconic.cost import meta
-from laconic.tools.errors import UsageError
+from laconic.plans.plan import Plan
+from laconic.tools.errors import UsageError, check_count
 from laconic.tools.launch.links import Link
 from laconic.tools.launch.links import link as parse_link
+from laconic.tools.planner.auto import auto
 from laconic.tools.planner.forecast import Forecast
 from laconic.tools.planner.front import PLANS, SOURCE
 from laconic.tools.planner.network import ComputedNetwork, MeasuredNetwork
@@ -27,6 +29,7 @@ _MODEL, _NETWORK = "The model", "The network"
 OUTCOME = ("sent\na step", "step", "computing", "kept", "sooner\nthan ddp", "than\nalone")
 """The columns that decide: "sooner" is to the same loss."""
 DETAILS = ("exposed", "steps faster\nthan ddp", "memory", "break-even", "timeout")
+MOST_LAYERS = 10_000
 ONE_TABLE = 135
 """The width of a terminal in which all columns fit into one table."""
 
@@ -76,11 +79,19 @@ def plan(
     It may say: do not compress. Give a model, a network and the time of a step, or measure them with laconic probe.
     """
     plans = [parse_plan(text) for text in plan or ()] or PLANS
+    check_count("workers", workers)
+    if auto() in plans:
+        raise UsageError(
+            "--plan auto: it measures a training and then chooses one of the plans that are compared without --plan. "
+            "Leave it out."
+        )
     limit = None if budget is None else parse(budget, BYTES, "--budget")
     measured = None if probe is None else _probe(probe)
     found = _shapes(model, parameters, layers, shapes, measured)
     network, count, machine = _network(link, workers, latency, measured)
     codec_s = {} if measured is None else {parse_plan(each.plan): each.seconds for each in measured.codecs}
+    for each in plans:
+        check_levels(each, count)
     scenario = Scenario(found, count, network, _step_s(step, measured), codec_s, machine, _spread(measured), bare)
     try:
         forecast = Forecast(plans, scenario)
@@ -99,6 +110,16 @@ def plan(
         notes.append(f"The codec of {', '.join(unknown)} is not in the probe and counts as 0: probe with --plan.")
     for line in (*notes, forecast.advice):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def check_levels(plan: Plan, workers: int) -> None:
+    """Refuse a plan with groups into which so many workers cannot be divided."""
+    for size in plan.levels:
+        if isinstance(size, int) and workers % size:
+            raise UsageError(
+                f"--plan {plan!r}: it asks for groups of {size}, and {workers} workers cannot be divided so. Choose a "
+                f"size that divides {workers}."
+            )
 
 
 def forecast_tables(forecast: Forecast, width: int, budget_bytes: float | None = None) -> list[Table]:
@@ -191,8 +212,11 @@ def _shapes(
     given = [name for name, value in (("--model", model), ("--parameters", parameters), ("--shapes", shapes)) if value]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)}: one model is enough. Leave out one of them.")
-    if layers is not None and (layers < 1 or parameters is None):
-        raise UsageError(f"--layers {layers}: it divides --parameters, and must be at least 1. Add --parameters 350M.")
+    if layers is not None and (not 1 <= layers <= MOST_LAYERS or parameters is None):
+        raise UsageError(
+            f"--layers {layers}: it divides --parameters, and must be from 1 to {MOST_LAYERS}. Add --parameters 350M, "
+            "or choose fewer layers."
+        )
     if parameters is not None:
         return from_count(round(parse(parameters, COUNT, "--parameters")), layers)
     if model is not None:

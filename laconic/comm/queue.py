@@ -226,9 +226,14 @@ class CollectiveQueue:
         """
         batch = Batch(list(values), list(futures), len(exchanges), quiet)
         started = [Running(exchange, batch, phase, self.ledger.step) for exchange in exchanges]
-        if self.broken is not None:
+        if self.broken is None:
+            self.enqueue(started)
+        else:
             batch.fail(self.broken)
-            return started
+        return started
+
+    def enqueue(self, started: Sequence[Running]) -> None:
+        """Hand exchanges to the thread, or run them at once where streams define the order."""
         for running in started:
             if self._inline:
                 self._run_inline(running)
@@ -236,7 +241,6 @@ class CollectiveQueue:
                 if self._thread is None:
                     self._start_thread()
                 self._items.put(running)
-        return started
 
     def flush(self, void: bool = False, waits: bool = True, agree: Agree | None = None) -> None:
         """Run all submitted exchanges to their end, without waiting for it; `waits` tells whether the caller will.

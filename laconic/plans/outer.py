@@ -98,6 +98,11 @@ class Optim:
             )
         object.__setattr__(self, "options", dict(self.options))
         made = self._make([torch.zeros(1, requires_grad=True)])  # what it refuses, it refuses here
+        if isinstance(made, torch.optim.SparseAdam):
+            raise ValueError(
+                f"Optim({self.optimizer!r}): it takes only sparse gradients, and mean deltas are dense. Choose "
+                'another, such as "Adam".'
+            )
         takes = signature(made.step).parameters.values()
         needed = [each.name for each in takes if each.default is each.empty and each.kind not in _REST]
         if needed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -10,18 +11,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from laconic.checks.agreement import agree, difference, parameter_facts
 from laconic.checks.digests import DivergenceCheck
-from laconic.checks.finite import NonFinite, NonFiniteCheck
-from laconic.comm.groups import Given, Levels, whole_of
+from laconic.checks.finite import NonFinite, NonFiniteCheck, check_policy
+from laconic.comm.groups import Given, GroupWithQueue, Levels, whole_of
 from laconic.comm.queue import CollectiveQueue
+from laconic.comm.timeout import run_in_thread
 from laconic.errors import DisagreementError
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
 from laconic.plans.text import plan as parse_plan
-from laconic.session.ddp import DDPPath, check_dense
+from laconic.session.ddp import DDPPath, check_ddp_model
 from laconic.session.foreign import (
     check_wrapper,
     check_wrapping,
@@ -39,12 +42,17 @@ from laconic.session.observers import StepObserver, check_observers, observers_f
 from laconic.session.scaling import Clipping, ScaledSteps
 from laconic.session.session import Session
 from laconic.session.stop import StepHeaders, Stop
-from laconic.session.weights import Anchors, Commit, WeightSync
+from laconic.session.weights import Anchors, Commit, WeightSync, check_choices
 from laconic.torch_private.fsdp import find_units
 from laconic.torch_private.optimizers import runs_hooks
 from laconic.torch_private.steps import skips_itself
 
 logger = logging.getLogger(__name__)
+
+REFUSED = "refused"
+"""The fact in which a worker whose arguments were refused says so to the others."""
+REFUSED_S = 30.0
+"""How long it waits for them."""
 
 
 def attach(
@@ -108,34 +116,40 @@ def attach(
     Raises:
         DisagreementError: On all workers, if they differ in model, plan or versions.
     """
-    # 1. What was given: anything wrong with it is refused before a collective is started.
-    if isinstance(plan, str):
-        plan = parse_plan(plan)
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    optimizers = check_arguments(plan, model, given)
-    scaler = scaler or next(filter(None, map(scaler_of, given)), None)
-    model = model_inside(model)
-    clipping = Clipping(clip_norm)
-    check_wrapping(model)
-    watching = [*check_observers(observers), *observers_from_env()]
-    if isinstance(own := plan.observer(), StepObserver):
-        watching.append(own)
-    units = find_units(model)
-    ledger = Ledger() if ledger is None else ledger
-    ddp = find_ddp(model)
-    if ddp is not None:
-        check_dense(ddp)
-    whole = _group_of(ddp, group or replicas_of(units), levels)
-    check_sharded(model, units, plan, whole)
-    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-    shards = shards_of(model)
-    late = shards is None and not on_cpu and all(map(skips_itself, optimizers))
-    policy: NonFinite = nonfinite or ("skip" if late or on_cpu else "ignore")
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    known = Levels(plan.levels, whole, ledger, levels, timeout_s, device, shards)
+    try:
+        # 1. What was given: anything wrong with it is refused before a collective is started.
+        if isinstance(plan, str):
+            plan = parse_plan(plan)
+        optimizers = check_arguments(plan, model, given)
+        scaler = scaler or next(filter(None, map(scaler_of, given)), None)
+        model = model_inside(model)
+        clipping, divergence = Clipping(clip_norm), DivergenceCheck(verify_every)
+        check_choices(commit, anchors)
+        check_sync_initial(sync_initial)
+        check_wrapping(model)
+        watching = [*check_observers(observers), *observers_from_env()]
+        if isinstance(own := plan.observer(), StepObserver):
+            watching.append(own)
+        units = find_units(model)
+        ledger = Ledger() if ledger is None else ledger
+        ddp = find_ddp(model)
+        if ddp is not None:
+            check_ddp_model(ddp)
+        whole = _group_of(ddp, group or replicas_of(units), levels)
+        check_sharded(model, units, plan, whole)
+        on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+        shards = shards_of(model)
+        late = shards is None and not on_cpu and all(map(skips_itself, optimizers))
+        policy: NonFinite = nonfinite or ("skip" if late or on_cpu else "ignore")
+        check_policy(policy)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        known = Levels(plan.levels, whole, ledger, levels, timeout_s, device, shards)
+    except (TypeError, ValueError) as error:
+        _refuse_on_all(error, model, group, levels)
+        raise
     try:
         # 2. The parts of a session.
-        divergence = DivergenceCheck(verify_every)
         live = LiveModel(ddp.module if ddp else model, optimizers, sharded=bool(units))
         check = NonFiniteCheck(policy, late=late and policy == "skip", shards=known.shards)
         averager = GradientAverager(live, known, check, scaler if units or ddp else None)
@@ -190,6 +204,7 @@ def check_arguments(plan: object, model: object, given: Sequence[object]) -> lis
             "attach(plan, model, optimizer): the third argument is a torch.optim.Optimizer, or several in a list, not "
             f"{', '.join(map(_shown, given)) or 'an empty list'}. Schedulers are not attached."
         )
+    _check_lazy(model)
     ours = {id(p) for p in model.parameters()}
     for each in optimizers:
         if not runs_hooks(each):
@@ -205,6 +220,55 @@ def check_arguments(plan: object, model: object, given: Sequence[object]) -> lis
     return optimizers
 
 
+def check_sync_initial(sync_initial: object) -> None:
+    """Refuse what is neither a bool nor None."""
+    if not isinstance(sync_initial, bool | None):
+        raise ValueError(
+            f"attach(sync_initial={sync_initial!r}): it must be True (all workers take the first worker's weights), "
+            "False (weights that differ are an error), or None (they are logged)."
+        )
+
+
+def _check_lazy(model: nn.Module) -> None:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    lazy = next((name for name, t in named if is_lazy(t)), None)
+    if lazy is not None:
+        raise ValueError(
+            f"attach: {lazy} of {type(model).__name__} is not initialized: a lazy module learns its shape from its "
+            "first input, and only then can workers compare and average it. Call model(x) with a batch before attach."
+        )
+
+
+def _refuse_on_all(error: Exception, model: object, group: dist.ProcessGroup | None, levels: Given | None) -> None:
+    """Take part in the handshake of the other workers, so that they raise, too, and do not wait for this one.
+
+    Where they do not come to it, this worker raises its own error after `REFUSED_S`; it logs it at once.
+    """
+    if not isinstance(model, nn.Module) or isinstance(group, GroupWithQueue):
+        return
+    try:
+        whole = _group_of(find_ddp(model), group or replicas_of(find_units(model_inside(model))), levels)
+    except (TypeError, ValueError):
+        return  # which workers there are is not known
+    if whole is None or whole.size() == 1:
+        return
+    text = f"{type(error).__name__}: {error}"
+    logger.error("%s", text)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def take_part() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # each thread has its own
+        known = Levels((), whole, Ledger(), timeout_s=REFUSED_S, device=device)
+        try:
+            agree(known.world, "what is attached", {REFUSED: text})
+        finally:
+            known.close()
+
+    with contextlib.suppress(RuntimeError, TimeoutError):  # the caller raises the error that the user can mend
+        run_in_thread(take_part).result(REFUSED_S)
+
+
 def _shown(value: object) -> str:
     if isinstance(value, str | int | float | None):
         return repr(value)
@@ -215,7 +279,13 @@ def _facts(plan: Plan, live: LiveModel, model: nn.Module, settings: Mapping[str,
     """State what must be the same on all workers."""
     from laconic import __version__
 
-    facts: dict[str, object] = {"laconic": __version__, "torch": torch.__version__, "plan": repr(plan), **settings}
+    facts: dict[str, object] = {
+        REFUSED: "nothing",
+        "laconic": __version__,
+        "torch": torch.__version__,
+        "plan": repr(plan),
+        **settings,
+    }
     facts |= parameter_facts(model.named_parameters())
     facts |= parameter_facts(live.all_buffers.items(), "buffer")
     return facts | live.held

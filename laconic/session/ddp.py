@@ -260,8 +260,14 @@ class DDPPath:
             self._hook.stop()
 
 
-def check_dense(ddp: DistributedDataParallel) -> None:
-    """Refuse embeddings with sparse gradients."""
+def check_ddp_model(ddp: DistributedDataParallel) -> None:
+    """Refuse embeddings with sparse gradients, and DDP's own mixed precision, which averages in a hook of its own."""
+    if ddp.mixed_precision is not None:
+        raise ValueError(
+            "attach: DistributedDataParallel(mixed_precision=...) averages gradients in a communication hook of its "
+            "own, and DDP takes only one. Make the model without mixed_precision, and compute the loss under "
+            "torch.autocast."
+        )
     for name, table in sparse_tables(ddp.module).items():
         raise ValueError(SPARSE.format(f"{type(table).__name__} {name!r}"))
 

@@ -38,7 +38,7 @@ from laconic.session.metrics import Health, Reported, samples
 from laconic.session.observers import StepObserver, Validation
 from laconic.session.scaling import Arguments, Clipping, ScaledSteps, run_when_ready
 from laconic.session.stop import StepHeaders
-from laconic.session.weights import Commit, WeightSync
+from laconic.session.weights import Commit, WeightSync, check_choices
 
 
 class Session:
@@ -156,6 +156,7 @@ class Session:
 
     @commit.setter
     def commit(self, commit: Commit) -> None:
+        check_choices(commit)
         self._weights.commit = commit
 
     @property

@@ -72,6 +72,16 @@ class Contributors:
     """Whether this worker contributes zeros."""
 
 
+def check_choices(commit: object, anchors: object = "device") -> None:
+    """Refuse an unknown way to commit, and an unknown place of anchors."""
+    if commit not in ("streaming", "atomic"):
+        raise ValueError(
+            f'attach(commit={commit!r}): weights are committed "streaming", bucket by bucket, or "atomic".'
+        )
+    if anchors not in ("device", "cpu"):
+        raise ValueError(f'attach(anchors={anchors!r}): anchors are on the "device" of the weights, or on the "cpu".')
+
+
 class WeightSync:
     """Synchronises the weights of one model, and what belongs to them: buffers and moments."""
 
@@ -84,14 +94,6 @@ class WeightSync:
         nonfinite: NonFinite,
         chosen: Callable[[Codec, CollectiveQueue], Codec],
     ) -> None:
-        if commit not in ("streaming", "atomic"):
-            raise ValueError(
-                f'attach(commit={commit!r}): weights are committed "streaming", bucket by bucket, or "atomic".'
-            )
-        if anchors not in ("device", "cpu"):
-            raise ValueError(
-                f'attach(anchors={anchors!r}): anchors are on the "device" of the weights, or on the "cpu".'
-            )
         self.live = live
         self.levels = levels
         self.commit: Commit = commit

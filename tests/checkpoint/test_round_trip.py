@@ -153,7 +153,8 @@ def test_loaded_tensors_have_memory_of_their_own(tmp_path):
     state = checkpoint.load(tmp_path).state
     assert state["a"].untyped_storage().nbytes() == 12
     state["a"].add_(1)
-    saved["a"].add_(1).resize_(100)  # FSDP resizes what it shards
+    state["b"].resize_(2000)  # FSDP resizes what it shards
+    saved["a"].add_(1).resize_(100)
     assert checkpoint.load(tmp_path).state["a"].tolist() == [0.0] * 3
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -123,3 +125,51 @@ def _changed_apart(worker: int) -> str:
 
 def test_a_change_that_not_all_make_is_named():
     assert all("plan: power_sgd(rank=2, bits=4)" in error for error in run_workers(_changed_apart, 3))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "verify_every": ({"verify_every": True}, "attach(verify_every=True): it must be a whole number"),
+    "commit": ({"commit": "now"}, "attach(commit='now'): weights are committed"),
+    "anchors": ({"anchors": "gpu"}, "attach(anchors='gpu'): anchors are on"),
+    "nonfinite": ({"nonfinite": "stop"}, "attach(nonfinite='stop'): it must be"),
+    "timeout_s": ({"timeout_s": 0}, "attach(timeout_s=0): it must be a number of seconds"),
+    "clip_norm": ({"clip_norm": -1.0}, "attach(clip_norm=-1.0): it must be a number above 0"),
+    "sync_initial": ({"sync_initial": "yes"}, "attach(sync_initial='yes'): it must be True"),
+    "plan": ({"plan": "ddp(rank=4)"}, "ddp(rank=4)"),
+    "levels": ({"plan": "hierarchical_sgd({2: 4, 3: 8})"}, "the plan asks for groups of 4"),
+}
+
+
+def _refused_on_one(worker: int, name: str, wrapped: bool) -> list[str]:
+    errors = []
+    for odd in (False, True):  # the first refusal leaves the group usable
+        module = mlp()
+        model = DDP(module) if wrapped else module
+        options: dict[str, Any] = {"plan": "ddp()"} | (REFUSED[name][0] if worker == odd else {})
+        try:
+            laconic.attach(options.pop("plan"), model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        except (laconic.DisagreementError, TypeError, ValueError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_one_worker_refuses_is_an_error_on_all(name):
+    text = REFUSED[name][1]
+    results = run_workers(_refused_on_one, 2, (name, name == "verify_every"))
+    for odd in (0, 1):
+        own, other = results[odd][odd], results[1 - odd][odd]
+        assert not own.startswith("DisagreementError") and text in own
+        assert other.startswith("DisagreementError") and text in other and f"worker {odd} has refused: " in other
+
+
+def _refused_on_all(worker: int) -> str:
+    model = mlp()
+    with pytest.raises(ValueError, match="verify_every=True") as error:
+        laconic.attach("ddp()", model, torch.optim.SGD(model.parameters(), lr=0.1), verify_every=True)
+    laconic.attach("ddp()", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return str(error.value)
+
+
+def test_what_all_workers_refuse_is_their_own_error():
+    assert len(set(run_workers(_refused_on_all, 2))) == 1

@@ -83,6 +83,10 @@ def test_what_a_probe_has_not_measured_is_said(here, tmp_path):
         ([*BASE, "--latency", "0ms"], "--latency 0ms: write a duration of more than 0"),
         ([*BASE, "--budget", "much"], "--budget much: write an amount"),
         ([*BASE, "--layers", "0"], "--layers 0"),
+        ([*BASE, "--layers", "400000000"], "--layers 400000000: it divides --parameters, and must be from 1 to 10000"),
+        ([*MODEL, "--workers", "0", "--link", "1gbit", "--step", "1s"], "--workers 0: there must be at least 1"),
+        ([*BASE, "--plan", "post_local_sgd(period=4, group=3)"], "asks for groups of 3, and 4 workers cannot be"),
+        ([*BASE, "--plan", "auto"], "--plan auto: it measures a training and then chooses"),
         ([*BASE, "--model", "a:b"], "--model and --parameters: one model is enough"),
         ([*BASE, "--plan", "gossip()"], "gossip"),
         ([*BASE, "--plan", "post_local_sgd(group='machine')"], "how many workers a machine has"),
@@ -94,3 +98,8 @@ def test_mistakes(here, arguments, words):
     ended = here(*arguments)
     assert (ended.code, ended.out) == (2, "")
     assert words in " ".join(ended.err.split())
+
+
+def test_one_parameter_is_a_model(here):
+    ended = here("plan", "--parameters", "1", "--link", "1gbit", "--workers", "4", "--step", "250ms")
+    assert ended.code == 0 and "Do not compress" in ended.out

@@ -88,6 +88,10 @@ def test_outer_values() -> None:
     [
         (lambda: Nesterov(lr=-1), "lr must be a number from 0 up"),
         (lambda: Nesterov(momentum=1.0), "momentum must be a number from 0 to below 1"),
+        (
+            lambda: Optim("SparseAdam"),
+            "takes only sparse gradients, and mean deltas are dense. Choose another, such as",
+        ),
         (lambda: Optim("AdamX"), "there is no such optimizer in torch.optim"),
         (lambda: Optim("Optimizer"), "there is no such optimizer in torch.optim"),
         (lambda: Optim("SGD", {"lrr": 1.0}), "torch.optim.SGD refuses these options"),

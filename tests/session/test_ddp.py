@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import warnings
 import weakref
 from contextlib import nullcontext
 from typing import Any
@@ -313,6 +314,30 @@ def _hooked_already(worker: int) -> None:
 def test_a_model_with_a_hook_of_its_own_is_refused():
     with pytest.raises(WorkerError, match="already has a communication hook, and DDP takes only one"):
         run_workers(_hooked_already, 1)
+
+
+def _mixed(worker: int) -> None:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ddp = DDP(mlp(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    laconic.attach(laconic.ddp(), ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+
+
+def test_mixed_precision_of_ddp_is_refused_by_its_name():
+    with pytest.raises(WorkerError, match=r"DistributedDataParallel\(mixed_precision=...\) averages .* torch.autocast"):
+        run_workers(_mixed, 1)
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(2), nn.LazyBatchNorm1d()], ids=["LazyLinear", "LazyBatchNorm1d"])
+def test_a_lazy_module_is_refused_until_it_has_its_shape(lazy):
+    model = nn.Sequential(lazy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"0.weight of Sequential is not initialized: .* Call model\(x\) with a batch"):
+        laconic.attach("ddp()", model, optimizer)
+    model(torch.ones(4, 3))
+    laconic.attach("ddp()", model, optimizer).detach()
 
 
 def _detach_and_attach_again(worker: int) -> tuple[Tensor, int, int]:

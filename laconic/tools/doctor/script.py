@@ -15,7 +15,7 @@ from laconic.session.observers import VARIABLE as OBSERVERS
 from laconic.tools.doctor.finding import Finding, finding
 from laconic.tools.doctor.injection import FACTORY, INJECT, MARKS, UNTIL, Fault, Mark, fault, read_marks
 from laconic.tools.errors import UsageError, check_count, check_positive
-from laconic.tools.launch.failures import find_error, killed_by, log_file, reason, tells, without_rank
+from laconic.tools.launch.failures import find_error, killed_by, log_file, may_explain, reason, without_rank
 from laconic.tools.launch.folders import run_folder
 from laconic.tools.launch.tail import Tail
 from laconic.tools.launch.workers import POLL_S, Worker, started
@@ -192,8 +192,8 @@ def check_exit(each: WorkerExit, injected: Sequence[Mark], limit_s: float) -> Fi
     if each.killed:
         return Finding(name, "problem", each.reason, *_not_noticed(each.timeout_s, limit_s))
     after = [(time_s, line) for time_s, line in each.lines if injected and time_s >= injected[0].time_s]
-    telling = [(time_s, line) for time_s, line in after if tells(line)]
-    time_s, line = each.error if each.code and each.error_class else (*telling, *after, (0.0, ""))[0]
+    explaining = [(time_s, line) for time_s, line in after if may_explain(line)]
+    time_s, line = each.error if each.code and each.error_class else (*explaining, *after, (0.0, ""))[0]
     before = [mark.time_s for mark in injected if mark.time_s <= time_s]
     when = f", {time_s - before[-1]:.2f} s after the fault" if before else ""
     if each.code == 0:

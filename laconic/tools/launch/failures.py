@@ -13,10 +13,12 @@ CONSEQUENCES = ("connection closed", "connection reset", "broken pipe", "timed o
 """What the errors of workers contain that lost their peer, or that the launcher stopped."""
 TRACEBACK = "Traceback (most recent call last)"
 SHOWN_LINES = 20
+MOST_LOG_BYTES = 1 << 20
+"""How much is read of what a worker wrote to a stream: a script may print without end."""
 _ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*((?=[A-Z_])\w*(?:Error|Exception|Interrupt|Exit)(?::.*)?)$")
 _ABORT = re.compile(r"\s*what\(\): |Fatal Python error|\[[EF]\d{4} ")
 _NOISE = re.compile(r"\s|\[[WI]\d{4} |.*\b\w*Warning\b|terminate called|WARNING\b")
-"""Lines that do not tell why a process ended: indented ones, and warnings of Python and of torch's C++."""
+"""Lines that do not explain why a process ended: indented ones, and warnings of Python and of torch's C++."""
 
 
 class WorkerError(RuntimeError):
@@ -28,12 +30,18 @@ class WorkerError(RuntimeError):
 
 
 def worker_error(
-    folder: Path, workers: int, exit_codes: Mapping[int, int], title: str, reached: Mapping[int, str]
+    folder: Path,
+    workers: int,
+    exit_codes: Mapping[int, int],
+    title: str,
+    reached: Mapping[int, str],
+    ended: Sequence[int] = (),
 ) -> WorkerError:
     """Name the worker that failed first, not one that failed as a consequence.
 
-    `exit_codes` are those of the workers that failed, the first one first, and `reached` says how far each worker came,
-    such as " after step 3". The logs of all workers are kept in one file.
+    `exit_codes` are those of the workers that failed, the first one first, `reached` says how far each worker came,
+    such as " after step 3", and `ended` are the workers that had ended without an error. The logs of all workers are
+    kept in one file.
     """
     first = next(iter(exit_codes))
     logs = {worker: read_log(folder, worker) for worker in (first, *range(workers))}
@@ -42,9 +50,15 @@ def worker_error(
     reasons |= {worker: reason(code, logs[worker]) for worker, code in exit_codes.items()}
     causes = [worker for worker, text in reasons.items() if text and not is_consequence(text)]
     culprit = causes[0] if causes else first
+    early = ""
+    if ended and not causes:
+        early = (
+            f" Worker {ended[0]} had ended without an error{reached.get(ended[0], '')}: do all workers take the same "
+            "number of steps?"
+        )
     return WorkerError(
         f"worker {culprit} of {workers} of {title} failed{reached.get(culprit, '')}: "
-        f"{reasons[culprit].rstrip('.')}. The other workers were stopped."
+        f"{reasons[culprit].rstrip('.')}.{early} The other workers were stopped."
         + "".join(f"\n  {line}" for line in last_traceback(logs[culprit]))
         + f"\nThe output of all workers is in {_keep_logs(folder, workers)}.",
         reasons[culprit],
@@ -57,7 +71,7 @@ def is_consequence(reason: str) -> bool:
 
 
 def reason(exit_code: int, log: Sequence[str], killed: str = "") -> str:
-    """Say in one line why a process ended: its error, else how it ended, and its last line that tells anything.
+    """Say in one line why a process ended: its error, else how it ended, and the last line that may explain it.
 
     `killed` is what to say instead of the signal's name.
 
@@ -68,15 +82,15 @@ def reason(exit_code: int, log: Sequence[str], killed: str = "") -> str:
     """
     error = " ".join(last_error(log))
     aborts = [line.strip() for line in reversed(log) if _ABORT.match(line)]
-    last = (error, *aborts, *(line for line in reversed(log) if tells(line)), *reversed(log), "")
+    last = (error, *aborts, *(line for line in reversed(log) if may_explain(line)), *reversed(log), "")
     line = next(filter(None, last), "")
     if exit_code > 0 and line:
         return line
     return (killed or killed_by(exit_code)) + (f"; its last line: {line}" if line else "")
 
 
-def tells(line: str) -> bool:
-    """Whether a line of a log may tell why a process ended: it is neither indented nor a warning."""
+def may_explain(line: str) -> bool:
+    """Whether a line of a log may explain why a process ended: it is neither indented nor a warning."""
     return not _NOISE.match(line)
 
 
@@ -131,9 +145,13 @@ def log_file(folder: Path, worker: int, stream: str = "stderr") -> Path:
 
 
 def read_log(folder: Path, worker: int, stream: str = "stderr") -> list[str]:
-    """The lines that a worker wrote, without empty ones."""
-    file = log_file(folder, worker, stream)
-    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    """The lines that a worker wrote, without empty ones: the last ones, if it wrote more than `MOST_LOG_BYTES`."""
+    path = log_file(folder, worker, stream)
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - MOST_LOG_BYTES))
+        lines = file.read(MOST_LOG_BYTES).decode(errors="replace").splitlines()
     return [without_rank(line) for line in lines if line.strip()]
 
 

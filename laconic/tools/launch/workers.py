@@ -29,6 +29,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from laconic.tools.errors import UsageError, check_count
 from laconic.tools.launch.failures import killed_by, log_file, worker_error
+from laconic.tools.launch.folders import RUN_VARIABLE
 from laconic.tools.launch.links import Link
 from laconic.tools.launch.namespaces import Hosts
 from laconic.tools.launch.slow_link import PROGRAM, SlowLink
@@ -98,22 +99,28 @@ class Worker:
     @property
     def exit_code(self) -> int | None:
         """The exit code, or the negative number of the signal; None while the worker runs."""
+        if self._popen.returncode is None and hasattr(os, "waitid"):
+            # it stays a zombie until `close`, so that its id is not used again while children of it may run
+            ended = os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            return None if ended is None else ended.si_status * (1 if ended.si_code == os.CLD_EXITED else -1)
         return self._popen.poll()
 
     def send(self, number: int) -> None:
-        """Send a signal to the worker and its children, if it still runs."""
-        if self.exit_code is None:
-            with suppress(ProcessLookupError):
+        """Send a signal to the worker and its children, also to those that have outlived it."""
+        if self._popen.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):  # macOS refuses a group of zombies
                 os.killpg(self._popen.pid, number)
 
     def wait(self) -> int:
         """Wait for the end; return the exit code."""
-        return self._popen.wait()
+        while (code := self.exit_code) is None:
+            time.sleep(POLL_S)
+        return code
 
     def close(self) -> None:
-        """Kill the worker, if it still runs."""
+        """Kill the worker and its children, if any still runs."""
         self.send(signal.SIGKILL)
-        self.wait()
+        self._popen.wait()
 
 
 def run_workers(
@@ -133,11 +140,12 @@ def run_workers(
     If a signal ended a worker, and all workers `has_ended` what they were started for, it is only logged: a thread of
     gloo may abort an interpreter that shuts down (torch 2.13): "terminate called without an active exception".
     """
-    failed: dict[int, int] = {}
+    failed, codes = dict[int, int](), dict[int, int | None]()
     with started(command, workers, folder, network, variables) as running:
         while not failed and any(worker.exit_code is None for worker in running):
             time.sleep(POLL_S)
-            failed = {worker.rank: code for worker in running if (code := worker.exit_code)}
+            codes = {worker.rank: worker.exit_code for worker in running}
+            failed = {rank: code for rank, code in codes.items() if code}
     if not failed:
         return
     if all(code < 0 for code in failed.values()) and all(map(has_ended, range(workers))):
@@ -146,7 +154,8 @@ def run_workers(
             "%s: worker %d was %s after its end; its results are used.", title, first, killed_by(failed[first])
         )
         return
-    raise worker_error(folder, workers, failed, title, {worker: reached(worker) for worker in range(workers)})
+    ended = [rank for rank, code in codes.items() if code == 0 or (code is None and has_ended(rank))]
+    raise worker_error(folder, workers, failed, title, {worker: reached(worker) for worker in range(workers)}, ended)
 
 
 @contextmanager
@@ -166,9 +175,8 @@ def started(
     try:
         for rank in range(workers):
             environ = worker_environ(rank, workers, None if store is None else store.port)
-            running.append(
-                Worker(command, {**environ, "TORCHELASTIC_RUN_ID": run_id, **(variables or {})}, folder, hosts)
-            )
+            environ |= {"TORCHELASTIC_RUN_ID": run_id, RUN_VARIABLE: str(folder), **(variables or {})}
+            running.append(Worker(command, environ, folder, hosts))
         yield running
     finally:
         deadline = time.monotonic() + grace_s

@@ -16,11 +16,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from laconic.comm.groups import GroupWithQueue
 from laconic.comm.lockstep import in_turn, lockstep
-from laconic.comm.queue import Agree, Batch, CollectiveQueue, Running
+from laconic.comm.queue import Agree, CollectiveQueue, Running
 from laconic.errors import LostWorkerError, names
 from laconic.exchange import Decide, Exchange, Peers, Request, intercept, operation, payload_bytes
 from laconic.ledger import Ledger
@@ -179,19 +178,9 @@ class InProcessQueue(CollectiveQueue):
         self.peers = Peers(group.rank(), group.size())
         self._submitted: list[Running] = []
 
-    def submit_all(
-        self,
-        exchanges: Sequence[Exchange[Any]],
-        phase: str,
-        values: Sequence[Tensor],
-        futures: Sequence[Future[Tensor]],
-        quiet: bool = False,
-    ) -> list[Running]:
+    def enqueue(self, started: Sequence[Running]) -> None:
         """Keep exchanges for the flush."""
-        batch = Batch(list(values), list(futures), len(exchanges), quiet)
-        started = [Running(exchange, batch, phase, self.ledger.step) for exchange in exchanges]
         self._submitted += started
-        return started
 
     def flush(self, void: bool = False, waits: bool = True, agree: Agree | None = None) -> None:
         """Run all that was submitted, and wait for it. Replicas are whole here: there is nobody else to `agree`."""

@@ -1,10 +1,15 @@
 """Run folders: those of ended processes are removed, others stay."""
 
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
-from laconic.tools.launch.folders import PREFIX, run_folder
+import pytest
+
+from laconic.tools.launch.folders import LOCK, PREFIX, run_folder
 
 HOLD = """
 import sys, time
@@ -41,3 +46,24 @@ def test_the_next_run_removes_the_folder_of_a_killed_process(tmp_path, monkeypat
     with run_folder():
         assert held not in map(str, tmp_path.iterdir())
     assert [path.name for path in tmp_path.iterdir()] == [f"{PREFIX}strange"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc to find processes")
+def test_the_next_run_ends_the_processes_that_a_killed_run_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    abandoned, running = tmp_path / f"{PREFIX}a", tmp_path / f"{PREFIX}b"
+    for folder in (abandoned, running):
+        folder.mkdir()
+    (abandoned / LOCK).touch()
+    sleepers = [
+        subprocess.Popen(["sleep", "60"], env={**os.environ, "LACONIC_RUN_FOLDER": str(folder)})
+        for folder in (abandoned, running)
+    ]
+    try:
+        with run_folder():
+            assert sleepers[0].wait(timeout=30) == -signal.SIGKILL
+            assert sleepers[1].poll() is None and not abandoned.exists() and running.exists()
+    finally:
+        for each in sleepers:
+            each.kill()
+            each.wait()

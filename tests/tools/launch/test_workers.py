@@ -18,7 +18,7 @@ from laconic.tools.compare.running import REPORTER, launch, report_variables
 from laconic.tools.compare.runs import Goal, Script, TrainingRun
 from laconic.tools.errors import UsageError
 from laconic.tools.lab.settings import Lab
-from laconic.tools.launch.failures import SHOWN_LINES, WorkerError, last_error, last_traceback, reason
+from laconic.tools.launch.failures import SHOWN_LINES, WorkerError, last_error, last_traceback, read_log, reason
 from laconic.tools.launch.workers import Stopped, stoppable, worker_environ
 from tests.tools.launch.processes import descendants, eventually, running
 
@@ -179,6 +179,46 @@ def test_a_worker_that_lost_its_peer_is_not_the_cause(script, tmp_path):
     )
     with pytest.raises(WorkerError, match=r"worker 1 of 2 .*: ValueError: no data here\. The other"):
         launch(TrainingRun(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
+
+
+@pytest.mark.parametrize("how", ["return", "sys.exit(0)"])
+def test_a_worker_that_ends_early_is_named_beside_the_one_that_lost_it(script, tmp_path, how):
+    """Worker 1 ends without an error, while worker 0 waits for it in a collective."""
+    script.write_text(
+        "import os, sys, time\ndef main():\n"
+        f"    if os.environ['RANK'] == '1': {how}\n"
+        "    time.sleep(2); raise RuntimeError('Connection closed by peer')\nmain()"
+    )
+    words = (
+        r"worker 0 of 2 .*: RuntimeError: Connection closed by peer\. Worker 1 had ended without an error at "
+        r"start, with plan ddp\(\): do all workers take the same number of steps\? The other workers were stopped"
+    )
+    with pytest.raises(WorkerError, match=words):
+        launch(TrainingRun(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
+
+
+def test_a_script_that_prints_without_end_does_not_fill_the_memory_or_the_kept_log(script, tmp_path):
+    script.write_text(
+        "import os, sys\nfor _ in range(64): os.write(2, (b'y' * 99 + b'\\n') * 10_000)\nraise ValueError('no data')"
+    )
+    with pytest.raises(WorkerError, match=r"ValueError: no data\.") as caught:
+        launch(TrainingRun(laconic.ddp(), Script(script), workers=1, goal=Goal()), tmp_path)
+    said = re.search(r"The output of all workers is in (.*)\.", str(caught.value))
+    assert said is not None and Path(said[1]).stat().st_size < 2 << 20
+    assert len(read_log(tmp_path, 0)) < 11_000
+
+
+@needs_proc
+@pytest.mark.parametrize("end", ["", "raise ValueError('no data')", "os.kill(os.getpid(), 9)"])
+def test_what_a_script_has_started_does_not_outlive_the_run(script, tmp_path, end):
+    file = tmp_path / "pid"
+    script.write_text(
+        "import os, pathlib, subprocess\n"
+        f"pathlib.Path({str(file)!r}).write_text(str(subprocess.Popen(['sleep', '300']).pid))\n{end}"
+    )
+    with pytest.raises((WorkerError, UsageError)):
+        launch(TrainingRun(laconic.ddp(), Script(script), workers=1, goal=Goal()), tmp_path)
+    assert eventually(lambda: not running({int(file.read_text())}))
 
 
 def test_a_script_that_is_killed(script, tmp_path):

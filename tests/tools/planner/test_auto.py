@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 import torch
@@ -71,6 +72,50 @@ def test_all_workers_choose_the_same(wrapped):
     assert not other_said and len(said) == 1
     assert f"All workers go on with {ended}." in said[0] and "overrules" in said[0]
     assert all(repr(plan) in said[0] for plan in PLANS[:2])
+
+
+def _tiny(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    torch.manual_seed(0)
+    if name == "one number":
+        return nn.Linear(1, 1, bias=False), (8, 1)
+    if name == "no matrix":
+        return nn.LayerNorm(8), (8, 8)
+    if name == "bfloat16":
+        return nn.Linear(8, 4, dtype=torch.bfloat16), (8, 8)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    net[0].requires_grad_(False)
+    return net, (8, 8)
+
+
+def _train_unevenly(worker: int, name: str) -> tuple[str, list[float]]:
+    net, shape = _tiny(name)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01)
+    with laconic.attach("auto", net, optimizer) as session:
+        for _ in range(STEPS + 2):
+            time.sleep(0.02 * worker)  # one worker measures longer steps
+            net(torch.randn(shape, dtype=next(net.parameters()).dtype)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        chosen = repr(session.plan)
+        session.average_weights()
+    return chosen, [p.sum().item() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("name", ["one number", "no matrix", "bfloat16", "frozen"])
+@pytest.mark.slow
+def test_workers_of_unequal_speed_choose_the_same_for_a_tiny_model(name):
+    first, second = run_workers(_train_unevenly, 2, (name,))
+    assert first == second and first[0] != "auto()"
+
+
+def test_one_worker_goes_on_without_a_choice(caplog):
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with laconic.attach("auto", net, optimizer) as session:
+        for _ in range(STEPS + 2):
+            net(torch.randn(2, 2)).sum().backward()
+            optimizer.step()
+        assert repr(session.plan) == "auto()" and "there is nothing to choose" in caplog.text
 
 
 def _in_a_part(worker: int) -> str:
