@@ -130,11 +130,11 @@ class CollectiveTimeout:
                 raise self._lost(what, f"the connection broke ({_first_line(error)})") from error
             if self._cancelled:
                 raise LostWorkerError(f"{what} was abandoned.", [])
-            # 2. has another worker set the alarm?
+            # 2. has another worker set the alarm? What the store takes to answer does not count.
+            now = time.monotonic()
             if (alarm := self._alarm()) is not None:
                 raise self._lost(what, alarm)
             # 3. after the limit: wait on for a worker that is away on purpose, and once more as long when it is back
-            now = time.monotonic()
             if now - since <= self.limit_s:
                 continue
             away = self._away()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -49,6 +50,20 @@ def timeout() -> Iterator[CollectiveTimeout]:
 
 def test_a_collective_that_ends_just_after_its_slice_has_ended_well(timeout):
     work = Work(None)
+    timeout.wait(work, "step 1")
+    assert work.waits == 2
+
+
+def test_the_time_that_the_store_takes_to_answer_is_not_that_of_the_collective(timeout, monkeypatch):
+    work = Work(None)
+    monkeypatch.setattr(work, "is_completed", lambda: work.waits > 1)
+    timeout._limit_s = 0.1
+
+    def hang(name: str, *args: Any) -> Any:
+        time.sleep(0.3)
+        raise RuntimeError("the store has not responded")
+
+    monkeypatch.setattr(timeout, "_call_store", hang)
     timeout.wait(work, "step 1")
     assert work.waits == 2
 

@@ -81,12 +81,14 @@ def inject(cluster: Cluster, seconds: float, rng: random.Random, hosts: int) -> 
 
 
 def restart_all(cluster: Cluster) -> None:
-    """Kill the host of the store. All workers stop; a new store and all of them start."""
+    """Kill the host of the store. All workers stop; a new store and all of them start, and commit a step."""
     cluster.kill_host()
     codes = {id: process.exitcode for id, process in cluster.running.items()}
     assert set(codes.values()) <= {1, -signal.SIGKILL}, (codes, cluster.tail())
+    newest = cluster.newest()
     cluster.host_store()
     cluster.start(*cluster.running)
+    cluster.wait_for_step(newest + 1)
 
 
 def restart_killed(cluster: Cluster, again: dict[str, float], rng: random.Random) -> None:
