@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,6 +100,17 @@ def test_the_other_project_is_reported(here, tmp_path, monkeypatch):
     ended = here("--version")
     assert (ended.code, ended.out) == (0, f"laconic {laconic.__version__}\n")
     assert ended.err == f"laconic: {found.found}. {found.why} {found.way_out}\n"
+
+
+def test_the_command_says_whose_package_it_found(tmp_path):
+    """The other project was installed later: its `__init__.py` lies over ours."""
+    _installed(tmp_path, "laconic")
+    (tmp_path / "laconic").mkdir()
+    (tmp_path / "laconic" / "__init__.py").write_text(f"__path__.append({str(ROOT / 'laconic')!r})\n")
+    command = [sys.executable, "-m", "laconic", "--version"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert 'ImportError: laconic: the distribution "laconic" 0.14.0 is installed beside laconic-train.' in done.stderr
 
 
 def test_nothing_is_reported_without_it(here, tmp_path, monkeypatch):
