@@ -120,7 +120,8 @@ class DDPPath:
         self._ddp = weakref.ref(ddp)  # as in `_Hook`
         self._step_headers = headers
         self._hook: _Hook | None = None
-        self._views = BucketViews(averager.live)
+        self._frees_buckets = frees_buckets(ddp)
+        self._views = BucketViews(averager.live, keeps=not self._frees_buckets)
         self._queues: dict[Level, BucketQueue] = {}
         self._sync: Sync | None = None
         self._headers: PendingHeaders | None = None
@@ -201,7 +202,7 @@ class DDPPath:
                 return_to_residual(state, {name: mean}, finite & (real != mean.to(real.dtype)).any())
 
     def _queue(self, level: Level) -> BucketQueue:
-        return self._queues.setdefault(level, BucketQueue(self._averager.levels[level], quiet=True))
+        return self._queues.setdefault(level, BucketQueue(self._averager.levels[level], quiet=True, keeps=not self._frees_buckets))
 
     def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
         """Do nothing: gradients are averaged in backward."""
@@ -302,6 +303,8 @@ class BucketQueue:
     phase: str = "gradient"
     quiet: bool = False
     """Whether the caller looks for errors before the optimizer's step: DDP's backward cannot raise them as they are."""
+    keeps: bool = True
+    """Whether the views of one backward may be kept for the next."""
     _next_layout: list[list[str]] = field(default_factory=list)
     _repeat: list[list[str]] | None = None
     _waiting: list[_Bucket] = field(default_factory=list)
@@ -321,7 +324,7 @@ class BucketQueue:
             self._submit(average)
         if last:
             self.layout, self._next_layout, self._repeat = self._next_layout, [], None
-            del self._joined[len(self.layout) :]
+            del self._joined[len(self.layout) if self.keeps else 0 :]
             self.queue.flush()
         return bucket.future
 
@@ -355,21 +358,24 @@ class BucketQueue:
         return [{name: tensors[name] for name in names} for names in layout]
 
 
+def frees_buckets(ddp: DistributedDataParallel) -> bool:
+    """Return whether DDP frees its buckets after each backward: new in torch 2.15."""
+    return bool(getattr(ddp, "lazy_bucket_allocation", False))
+
+
 class BucketViews:
     """The gradients of DDP's buckets by name: the same dicts in every backward, as long as DDP keeps its memory.
 
     Making hundreds of views costs more time than averaging them. A view keeps its memory alive, so a known address
-    means known memory.
+    means known memory; where DDP frees its buckets after backward, views are made each time.
     """
 
-    def __init__(self, live: LiveModel) -> None:
+    def __init__(self, live: LiveModel, keeps: bool = True) -> None:
         self._live = live
+        self._keeps = keeps
+        self.names: set[str] = set()
+        """The names of all gradients in the buckets so far."""
         self._known: dict[int, tuple[int, Sequence[Tensor], dict[str, Tensor]]] = {}
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all gradients in the buckets of the last backward."""
-        return {name for _, _, tensors in self._known.values() for name in tensors}
 
     def tensors(self, bucket: GradBucket) -> dict[str, Tensor]:
         """Return the bucket's gradients, by the name of their parameter."""
@@ -381,7 +387,9 @@ class BucketViews:
             self._known.clear()  # DDP has rebuilt its buckets: release the old memory
         names = self._live.name_of
         tensors = {names[id(p)]: g for p, g in zip(params, gradients_of(bucket), strict=True)}
-        self._known[bucket.index()] = (address, params, tensors)
+        self.names.update(tensors)
+        if self._keeps:
+            self._known[bucket.index()] = (address, params, tensors)
         return tensors
 
 
