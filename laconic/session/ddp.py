@@ -26,7 +26,7 @@ from laconic.comm.queue import CollectiveQueue, new_future, resolved
 from laconic.exchange import Averaged, Exchange, Level, all_finite
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
-from laconic.session.gradients import GradientAverager, sparse_tables
+from laconic.session.gradients import MANUAL, GradientAverager, sparse_tables
 from laconic.session.live_model import LiveModel, local_of
 from laconic.session.scaling import ScaledSteps
 from laconic.session.stop import StepHeaders
@@ -35,7 +35,7 @@ from laconic.torch_private.compiled import clean
 from laconic.torch_private.distributed import is_joining
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
+    from laconic.torch_private.distributed import GradBucket
 
 TakesBucket: TypeAlias = "Callable[[GradBucket], Future[Tensor]]"
 
@@ -146,6 +146,7 @@ class DDPPath:
         """Take DDP's buckets from now on. Refuses a model that has another hook."""
         ddp = self._ddp()
         assert ddp is not None
+        check_finalization(ddp)
         self._hook = _hook_of(ddp)
         self._hook.start(self._take)
 
@@ -202,7 +203,10 @@ class DDPPath:
                 return_to_residual(state, {name: mean}, finite & (real != mean.to(real.dtype)).any())
 
     def _queue(self, level: Level) -> BucketQueue:
-        return self._queues.setdefault(level, BucketQueue(self._averager.levels[level], quiet=True, keeps=not self._frees_buckets))
+        if level not in self._queues:
+            group = self._averager.levels[level]
+            self._queues[level] = BucketQueue(group, quiet=True, keeps=not self._frees_buckets)
+        return self._queues[level]
 
     def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
         """Do nothing: gradients are averaged in backward."""
@@ -217,6 +221,8 @@ class DDPPath:
                 "in what all workers exchange. Give all workers as many batches, such as by DistributedSampler("
                 "drop_last=True), and leave join() out."
             )
+        if ddp is not None:
+            check_finalization(ddp)
         headers, self._headers = self._headers, None
         self._was_local = self._was_local or self._sync is None
         if self._sync is not None:
@@ -356,6 +362,12 @@ class BucketQueue:
         if sorted(tensors) != sorted(name for names in layout for name in names):
             return [bucket.tensors for bucket in ready]  # not the model that was saved: use its own layout
         return [{name: tensors[name] for name in names} for names in layout]
+
+
+def check_finalization(ddp: DistributedDataParallel) -> None:
+    """Refuse a backward that the user ends: new in torch 2.15."""
+    if getattr(ddp, "require_manual_backward_finalization", False):
+        raise RuntimeError(MANUAL.format("require_manual_backward_finalization is set", "Set it to False."))
 
 
 def frees_buckets(ddp: DistributedDataParallel) -> bool:

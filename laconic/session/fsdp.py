@@ -29,7 +29,7 @@ from laconic.comm.averaging import write
 from laconic.exchange import State
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Sync
-from laconic.session.gradients import GradientAverager
+from laconic.session.gradients import MANUAL, GradientAverager
 from laconic.session.live_model import local_of
 from laconic.session.scaling import ScaledSteps
 from laconic.session.stop import StepHeaders
@@ -76,6 +76,7 @@ class ShardedPath:
         """Take the gradients of every unit from now on."""
         try:
             for unit in self._units:
+                self._check_finalization(unit)
                 if _same_workers(unit.replicas, self._queue.group):
                     unit.take_over()
                 unit.set_hook(partial(self._take, unit))
@@ -116,6 +117,7 @@ class ShardedPath:
     def _take(self, unit: Unit, flat: Tensor) -> None:
         """FSDP's hook: what is in `flat` when it returns, or when backward ends, is the gradient."""
         # 1. whether this backward is averaged at all
+        self._check_finalization(unit)
         if flat.is_cuda:  # FSDP may free it while this stream still reads it
             flat.record_stream(torch.cuda.current_stream(flat.device))
         if unit.missing_factor != 1:
@@ -145,6 +147,11 @@ class ShardedPath:
             for p in params:
                 p.grad = None  # so that FSDP makes the buffer the gradient, and does not add it to an older one
             at_end_of_backward(self._finish)
+
+    @staticmethod
+    def _check_finalization(unit: Unit) -> None:
+        if unit.user_ends_backward:
+            raise RuntimeError(MANUAL.format("set_manual_backward_finalization(True) is set", "Call it with False."))
 
     def _average(
         self, tensors: dict[str, Tensor], state: State, codec: Codec, flat: Tensor, wait: bool
