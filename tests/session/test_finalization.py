@@ -62,7 +62,7 @@ def test_buckets_that_ddp_frees_train_alike_and_are_freed(text, find_unused):
 
 
 def _refused(worker: int, later: bool) -> str:
-    ddp = DDP(mlp())
+    ddp: Any = DDP(mlp())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     if later:
         laconic.attach(laconic.ddp(), ddp, optimizer)
