@@ -7,8 +7,11 @@ FRAMEWORKS := .venv-frameworks
 DOCS   := .venv-docs
 BENCH  := .venv-bench
 SITE   := build/site
+QUICK  := not slow and not root and not nightly and not frameworks
+OLDEST := 2.11.0
+NEWEST := 2.15.0
 
-.PHONY: compare test test-all frameworks nightly bench docs peers lint types clean
+.PHONY: compare test test-all frameworks nightly bench docs peers lint types clean versions
 .DELETE_ON_ERROR:
 
 compare: $(STAMP)
@@ -16,7 +19,7 @@ compare: $(STAMP)
 
 # What a contributor needs at every change.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not slow and not root and not nightly and not frameworks"
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "$(QUICK)"
 
 # The slow tests, and those that need root for network namespaces, too.
 test-all: $(STAMP)
@@ -24,6 +27,13 @@ test-all: $(STAMP)
 
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -m nightly
+
+# The quick tests on the oldest and the newest torch of docs/versions.md, each in an environment of its own: 5 GB each, as
+# torch's wheels on PyPI bring CUDA's libraries. `make versions-2.15.0` runs one of them.
+versions: versions-$(OLDEST) versions-$(NEWEST)
+
+versions-%: .venv-torch-%/.laconic-installed
+	.venv-torch-$*/bin/python -m pytest -n auto --maxprocesses 8 -m "$(QUICK)"
 
 # The quick part of every benchmark, in under 10 minutes: says what got slower than benchmarks/recorded.json.
 bench: $(STAMP)
@@ -62,5 +72,14 @@ $(BENCH)/.laconic-installed: EXTRA := bench
 	$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRA)]"
 	@touch $@
 
+# As above, with this torch, and the Triton that it asks for, instead of those in constraints.txt.
+.venv-torch-%/.laconic-installed: pyproject.toml constraints.txt
+	@test -x .venv-torch-$*/bin/python || $(PYTHON) -m venv .venv-torch-$*
+	@{ grep -v -e '^torch==' -e '^triton==' constraints.txt; echo 'torch==$*'; } > .venv-torch-$*/constraints.txt
+	.venv-torch-$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-torch-$*/constraints.txt -e ".[dev]"
+	@touch $@
+
+.PRECIOUS: .venv-torch-%/.laconic-installed
+
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) $(BENCH) build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) $(BENCH) .venv-torch-* build .pytest_cache .mypy_cache .ruff_cache

@@ -1,6 +1,6 @@
 """What Ray itself sends between two nodes while the workers of a Ray Train run are silent: bytes a second at eth0.
 
-    sudo -E env PATH="$PATH" python benchmarks/ray_traffic.py        # needs laconic[ray], root and iproute2
+    sudo -E env PATH="$PATH" python benchmarks/ray_traffic.py        # needs laconic-train[ray], root and iproute2
 
 Each node runs in a network namespace of its own. Each worker counts what its interface sends, first without a training,
 then during steps in which the plan sends nothing, then during steps that report metrics to Ray, then under ddp().

@@ -1,8 +1,9 @@
 """Sphinx configuration of the site. `make docs` builds it, offline, with every warning an error."""
 
 import sys
-from importlib import metadata
 from pathlib import Path
+
+import laconic
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "_ext"))
@@ -10,7 +11,7 @@ sys.path.insert(0, str(HERE / "_ext"))
 project = "laconic"
 author = "The laconic authors"
 copyright = "The laconic authors, Apache-2.0"
-version = release = metadata.version("laconic")
+version = release = laconic.__version__
 
 extensions = [
     "myst_parser",

@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "packing": {"exchange", "torch_private"},
     "ledger": {"values"},
     "kernels": {"exchange", "packing"},
-    "codecs": {"values", "exchange", "packing", "kernels"},
+    "codecs": {"values", "exchange", "packing", "kernels", "torch_private"},
     "plans": {"values", "errors", "exchange", "codecs"},
     "comm": BOTTOM,
     "checks": BOTTOM | {"comm"},

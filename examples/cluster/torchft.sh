@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Replicas that come and go, with torchft: `pip install "laconic[torchft]"` on each machine. On the first one, start
+# Replicas that come and go, with torchft: `pip install "laconic-train[torchft]"` on each machine. On the first one, start
 #
 #     torchft_lighthouse --min_replicas 1 --join_timeout_ms 10000 --bind "[::]:29510"
 #

@@ -102,7 +102,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 
     def load() -> dict[str, Any] | None:
         return checkpoint.load(options.folder).state if checkpoint.checkpoints(options.folder) else None

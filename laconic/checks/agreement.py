@@ -75,6 +75,10 @@ def both_ends(digest: Tensor) -> Tensor:
     return torch.stack([digest, ~digest])
 
 
+DIGEST_BYTES = both_ends(torch.zeros((), dtype=torch.int64)).nbytes
+"""What workers exchange to compare a number: both its ends."""
+
+
 def are_same(ends: Tensor) -> bool:
     """Return whether the ends of all workers' numbers are the same."""
     return bool(ends[0] == ~ends[1])

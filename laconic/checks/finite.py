@@ -25,6 +25,7 @@ from laconic.comm.queue import Agree, CollectiveQueue
 from laconic.errors import NonFiniteError, names
 from laconic.exchange import Averaged, Decide, Exchange, Mean, Request, all_finite, intercept, total
 from laconic.packing import side_by_side
+from laconic.torch_private.foreach import norms
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +202,7 @@ class NonFiniteCheck:
         averaged = {name for each in seen for name in each.parameters} if self._each_parameter else set()
         present = {name: t for name, t in gradients().items() if t is not None and name in averaged} if averaged else {}
         if present:
-            finite, of = torch.stack(torch._foreach_norm(list(present.values()), 1)).isfinite(), list(present)
+            finite, of = torch.stack(norms(list(present.values()), 1)).isfinite(), list(present)
         else:
             device = next((e.mean.device for e in seen if isinstance(e.mean, Tensor)), None)
             finite = torch.stack([torch.as_tensor(e.mean, device=device) for e in seen])

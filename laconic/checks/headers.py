@@ -76,6 +76,10 @@ class Header:
         return torch.tensor([self.with_gradient >> (_BITS * i) & _MASK for i in range(count)], dtype=torch.int64)
 
 
+HEADER_BYTES = Header(step=0, plan="").summary().nbytes
+"""What workers send each other before weights, and without DDP before gradients."""
+
+
 @dataclass(frozen=True)
 class Headers:
     """The headers of all workers, in their order; step, plan and model are the same in all.

@@ -6,7 +6,6 @@ traceback is a defect of laconic.
 
 import os
 import sys
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -18,6 +17,7 @@ from laconic.cli.migrate import migrate
 from laconic.cli.plan import plan
 from laconic.cli.probe import probe
 from laconic.cli.simulate import simulate
+from laconic.tools.distribution import other_project
 from laconic.tools.errors import UsageError
 from laconic.tools.launch.failures import WorkerError
 from laconic.tools.launch.workers import Stopped, found_place, stoppable
@@ -33,7 +33,9 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"laconic {version('laconic')}")
+        typer.echo(f"laconic {laconic.__version__}")
+        if (other := other_project()) is not None:
+            typer.echo("laconic: {}. {} {}".format(*other), err=True)
         raise typer.Exit
 
 

@@ -16,6 +16,7 @@ from laconic.exchange import Averaged, Decide, Exchange, Peers, State, Tensors
 from laconic.kernels.choose import has_feedback_kernels, has_matrix_kernels
 from laconic.kernels.cpu import dense_feedback
 from laconic.packing import narrowed, wide_dtype
+from laconic.torch_private.foreach import multiply_all
 from laconic.values import as_code, is_number
 
 
@@ -159,7 +160,7 @@ def rescale_residuals(state: State, factor: float | Tensor) -> None:
         for t in residual.values():
             by_device.setdefault(t.device, []).append(t)
     for device, tensors in by_device.items():
-        torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
+        multiply_all(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 def _residuals(tree: State) -> Iterator[dict[str, Tensor]]:

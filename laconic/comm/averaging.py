@@ -12,6 +12,7 @@ from laconic.comm.collectives import sums_exactly
 from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Averaged, Exchange, Mean, all_finite
 from laconic.packing import cut, in_buckets, overlapping, pack, same_memory, side_by_side, unpack
+from laconic.torch_private.foreach import copy_all
 
 LARGE_BYTES = 1 << 20
 """Tensors of this size are averaged in their own memory. Smaller ones are packed: a copy costs less than latency."""
@@ -74,7 +75,7 @@ def write(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     moved = [name for name, t in into.items() if t is not values[name] and not same_memory(t, values[name])]
     if moved:
         with torch.no_grad():
-            torch._foreach_copy_([into[name] for name in moved], [values[name] for name in moved])
+            copy_all([into[name] for name in moved], [values[name] for name in moved])
 
 
 def written(exchange: Exchange[Averaged], into: Mapping[str, Tensor]) -> Exchange[Averaged]:

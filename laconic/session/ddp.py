@@ -26,7 +26,7 @@ from laconic.comm.queue import CollectiveQueue, new_future, resolved
 from laconic.exchange import Averaged, Exchange, Level, all_finite
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
-from laconic.session.gradients import GradientAverager, sparse_tables
+from laconic.session.gradients import MANUAL, GradientAverager, sparse_tables
 from laconic.session.live_model import LiveModel, local_of
 from laconic.session.scaling import ScaledSteps
 from laconic.session.stop import StepHeaders
@@ -35,7 +35,7 @@ from laconic.torch_private.compiled import clean
 from laconic.torch_private.distributed import is_joining
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
+    from laconic.torch_private.distributed import GradBucket
 
 TakesBucket: TypeAlias = "Callable[[GradBucket], Future[Tensor]]"
 
@@ -120,7 +120,8 @@ class DDPPath:
         self._ddp = weakref.ref(ddp)  # as in `_Hook`
         self._step_headers = headers
         self._hook: _Hook | None = None
-        self._views = BucketViews(averager.live)
+        self._frees_buckets = frees_buckets(ddp)
+        self._views = BucketViews(averager.live, keeps=not self._frees_buckets)
         self._queues: dict[Level, BucketQueue] = {}
         self._sync: Sync | None = None
         self._headers: PendingHeaders | None = None
@@ -145,6 +146,7 @@ class DDPPath:
         """Take DDP's buckets from now on. Refuses a model that has another hook."""
         ddp = self._ddp()
         assert ddp is not None
+        check_finalization(ddp)
         self._hook = _hook_of(ddp)
         self._hook.start(self._take)
 
@@ -201,7 +203,10 @@ class DDPPath:
                 return_to_residual(state, {name: mean}, finite & (real != mean.to(real.dtype)).any())
 
     def _queue(self, level: Level) -> BucketQueue:
-        return self._queues.setdefault(level, BucketQueue(self._averager.levels[level], quiet=True))
+        if level not in self._queues:
+            group = self._averager.levels[level]
+            self._queues[level] = BucketQueue(group, quiet=True, keeps=not self._frees_buckets)
+        return self._queues[level]
 
     def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
         """Do nothing: gradients are averaged in backward."""
@@ -216,6 +221,8 @@ class DDPPath:
                 "in what all workers exchange. Give all workers as many batches, such as by DistributedSampler("
                 "drop_last=True), and leave join() out."
             )
+        if ddp is not None:
+            check_finalization(ddp)
         headers, self._headers = self._headers, None
         self._was_local = self._was_local or self._sync is None
         if self._sync is not None:
@@ -308,6 +315,8 @@ class BucketQueue:
     phase: str = "gradient"
     quiet: bool = False
     """Whether the caller looks for errors before the optimizer's step: DDP's backward cannot raise them as they are."""
+    keeps: bool = True
+    """Whether the views of one backward may be kept for the next."""
     _next_layout: list[list[str]] = field(default_factory=list)
     _repeat: list[list[str]] | None = None
     _waiting: list[_Bucket] = field(default_factory=list)
@@ -327,7 +336,7 @@ class BucketQueue:
             self._submit(average)
         if last:
             self.layout, self._next_layout, self._repeat = self._next_layout, [], None
-            del self._joined[len(self.layout) :]
+            del self._joined[len(self.layout) if self.keeps else 0 :]
             self.queue.flush()
         return bucket.future
 
@@ -361,21 +370,30 @@ class BucketQueue:
         return [{name: tensors[name] for name in names} for names in layout]
 
 
+def check_finalization(ddp: DistributedDataParallel) -> None:
+    """Refuse a backward that the user ends: new in torch 2.15."""
+    if getattr(ddp, "require_manual_backward_finalization", False):
+        raise RuntimeError(MANUAL.format("require_manual_backward_finalization is set", "Set it to False."))
+
+
+def frees_buckets(ddp: DistributedDataParallel) -> bool:
+    """Return whether DDP frees its buckets after each backward: new in torch 2.15."""
+    return bool(getattr(ddp, "lazy_bucket_allocation", False))
+
+
 class BucketViews:
     """The gradients of DDP's buckets by name: the same dicts in every backward, as long as DDP keeps its memory.
 
     Making hundreds of views costs more time than averaging them. A view keeps its memory alive, so a known address
-    means known memory.
+    means known memory; where DDP frees its buckets after backward, views are made each time.
     """
 
-    def __init__(self, live: LiveModel) -> None:
+    def __init__(self, live: LiveModel, keeps: bool = True) -> None:
         self._live = live
+        self._keeps = keeps
+        self.names: set[str] = set()
+        """The names of all gradients in the buckets so far."""
         self._known: dict[int, tuple[int, Sequence[Tensor], dict[str, Tensor]]] = {}
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all gradients in the buckets of the last backward."""
-        return {name for _, _, tensors in self._known.values() for name in tensors}
 
     def tensors(self, bucket: GradBucket) -> dict[str, Tensor]:
         """Return the bucket's gradients, by the name of their parameter."""
@@ -387,7 +405,9 @@ class BucketViews:
             self._known.clear()  # DDP has rebuilt its buckets: release the old memory
         names = self._live.name_of
         tensors = {names[id(p)]: g for p, g in zip(params, gradients_of(bucket), strict=True)}
-        self._known[bucket.index()] = (address, params, tensors)
+        self.names.update(tensors)
+        if self._keeps:
+            self._known[bucket.index()] = (address, params, tensors)
         return tensors
 
 

@@ -33,7 +33,7 @@ from laconic.comm.averaging import write
 from laconic.exchange import Averaged, Exchange, State
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Sync
-from laconic.session.gradients import GradientAverager
+from laconic.session.gradients import MANUAL, GradientAverager
 from laconic.session.live_model import local_of, same_tensors
 from laconic.session.scaling import ScaledSteps
 from laconic.session.stop import StepHeaders
@@ -84,6 +84,7 @@ class ShardedPath:
         """Take the gradients of every unit from now on."""
         try:
             for unit in self._units:
+                self._check_finalization(unit)
                 if _same_workers(unit.replicas, self._queue.group):
                     unit.take_over()
                 unit.set_hook(partial(self._take, unit))
@@ -126,6 +127,7 @@ class ShardedPath:
     def _take(self, unit: Unit, flat: Tensor) -> None:
         """FSDP's hook: what is in `flat` when it returns, or when backward ends, is the gradient."""
         # 1. whether this backward is averaged at all
+        self._check_finalization(unit)
         if flat.is_cuda:  # FSDP may free it while this stream still reads it
             flat.record_stream(torch.cuda.current_stream(flat.device))
         if unit.missing_factor != 1:
@@ -158,6 +160,11 @@ class ShardedPath:
         self._pending.append(_Pending(params, pieces, [p.grad for p in params], future))
         for p in params:
             p.grad = None  # so that FSDP makes the buffer the gradient, and does not add it to an older one
+
+    @staticmethod
+    def _check_finalization(unit: Unit) -> None:
+        if unit.user_ends_backward:
+            raise RuntimeError(MANUAL.format("set_manual_backward_finalization(True) is set", "Call it with False."))
 
     def _wait_for(self, tensors: dict[str, Tensor], flat: Tensor, codec: Codec | None = None) -> None:
         """Average before backward goes on, and so before it is known whether the other gradients are finite."""

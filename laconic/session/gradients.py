@@ -31,6 +31,11 @@ CARRIED = "carried"
 """The key of residuals that an old codec has not delivered, in the state of gradients. They follow the loss scale and
 are saved as other residuals are."""
 
+MANUAL = (
+    "attach: {}, so gradients may not be there yet when backward ends, and laconic averages them in backward. {} "
+    "Backward then ends as before."
+)
+
 
 class GradientPath(Protocol):
     """Averages gradients for one kind of model: DDP (`ddp.py`), FSDP2 (`fsdp.py`), a bare module (`module.py`)."""

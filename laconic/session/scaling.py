@@ -22,6 +22,7 @@ from laconic.comm.queue import CollectiveQueue
 from laconic.session.foreign import report_step
 from laconic.session.live_model import LiveModel, local_of
 from laconic.torch_private import steps
+from laconic.torch_private.foreach import divide_all, multiply_all
 from laconic.torch_private.grad_scaler import scale_of
 from laconic.torch_private.optimizers import is_nested_step
 from laconic.values import is_number
@@ -90,7 +91,7 @@ class ScaledSteps:
         """Divide the gradients by the loss scale, unless that is done: workers may have different scales."""
         scale = self.loss_scale
         if scale is not None:
-            torch._foreach_div_([p.grad for p in self._with_gradient() if p.grad is not None], scale)
+            divide_all([p.grad for p in self._with_gradient() if p.grad is not None], scale)
             steps.clear_loss_scale(self.optimizer)
 
     def skip_step(self) -> None:
@@ -228,7 +229,7 @@ class Clipping:
         for g in map(local_of, grads):
             by_device.setdefault(g.device, []).append(g)
         for device, tensors in by_device.items():
-            torch._foreach_mul_(tensors, factor.to(device))
+            multiply_all(tensors, factor.to(device))
 
 
 def _dense(p: Tensor) -> Tensor:

@@ -229,7 +229,7 @@ class Session:
         """Stop on these signals, by default SIGTERM. Every worker calls it, before the first step.
 
         When one worker gets one, `should_stop` becomes True on all after the same step (under `alone()` on this one):
-        save, and leave the loop. DDP and sharded models then exchange a header of 40 bytes every `every_s` seconds.
+        save, and leave the loop. DDP and sharded models then exchange a header every `every_s` seconds.
         """
         self._headers.stop.on(signals or (signal.SIGTERM,), every_s)
         self._prepare()

@@ -36,6 +36,7 @@ from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync
 from laconic.session.live_model import LiveModel, copied, flat, same_tensors
 from laconic.session.stop import StepHeaders
+from laconic.torch_private.foreach import multiply_all, zero_all
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +230,7 @@ class WeightSync:
         scale = scale_without(queue, received.finite, f"step {headers.step}, weights", self.nonfinite, each)
         excluded = not received.finite[queue.peers.rank]  # also if only another shard of this replica is not finite
         if excluded:
-            torch._foreach_zero_([*live.params.values(), *extra.values()])
+            zero_all([*live.params.values(), *extra.values()])
             if anchored:
                 self._restore_anchor()
             if not any(key.startswith("moment:") for key in extra):
@@ -279,7 +280,7 @@ class WeightSync:
     def _average(self, queue: CollectiveQueue, tensors: Mapping[str, Tensor], contributors: Contributors) -> None:
         self.live.average(queue, tensors, self.commit == "atomic")
         if contributors.scale != 1 and tensors:
-            torch._foreach_mul_(list(tensors.values()), contributors.scale)
+            multiply_all(list(tensors.values()), contributors.scale)
 
     # 5. Outer step
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
+
+import laconic
 
 
 def usable_cores() -> int:
@@ -25,4 +26,4 @@ def host_id() -> str:
 
 def versions() -> dict[str, str]:
     """The versions that results depend on, and that must fit together."""
-    return {"laconic": version("laconic"), "torch": str(torch.__version__), "python": platform.python_version()}
+    return {"laconic": laconic.__version__, "torch": str(torch.__version__), "python": platform.python_version()}

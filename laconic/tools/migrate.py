@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Any, Literal
 
+from laconic.tools.distribution import pip_install
+
 try:
     import libcst as cst
     import libcst.matchers as m
@@ -21,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "laconic.tools.migrate reads scripts with LibCST, which is not installed. "
-        'pip install "laconic[migrate]" installs it.'
+        f"{pip_install('migrate')} installs it."
     ) from error
 
 __all__ = ["ParsedScript", "ScriptChange", "ScriptError", "twin_of"]

@@ -1,4 +1,7 @@
-"""Every use of what torch keeps private, with the versions it was tried on: torch 2.11 to 2.13 (`fsdp.py`: 2.15, too).
+"""Every use of what torch keeps private, tried on the versions in `TRIED` by running `tests/torch_private` there.
 
-A new version of torch is tried by running `tests/torch_private`.
+`tests/torch_private/test_only_place.py` looks for private names elsewhere.
 """
+
+TRIED = ("2.11", "2.13", "2.15")
+"""The oldest torch that is supported, the one in constraints.txt, and the newest."""

@@ -10,6 +10,7 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket as GradBucket
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them without types
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh

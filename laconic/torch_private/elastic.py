@@ -24,5 +24,6 @@ def all_groups() -> list[dist.ProcessGroup]:
 
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
-    """Change how long torch lets a collective of a group take."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    """Change how long torch lets a collective of a group take. Public in torch since 2.14."""
+    change = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
+    change(timedelta(seconds=timeout_s), group)

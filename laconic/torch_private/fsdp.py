@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from laconic.torch_private import TRIED
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
@@ -57,6 +59,12 @@ class Unit:
     def may_sync(self) -> bool:
         """Whether this backward is averaged: not if the user called `set_requires_all_reduce(False)`."""
         return bool(self._group.all_reduce_grads)
+
+    @property
+    def user_ends_backward(self) -> bool:
+        """Whether gradients are reduced only in `finalize_backward()`, which the user calls: new in torch 2.15."""
+        shared = getattr(self.module._get_fsdp_state(), "_state_ctx", None)
+        return bool(getattr(shared, "manual_backward_finalization", False))
 
     @property
     def missing_factor(self) -> int:
@@ -181,5 +189,6 @@ def _trained(private: Any) -> bool:
     return bool(private.sharded_param.requires_grad)
 
 
-def _unknown_torch(why: str, way_out: str = "Use torch 2.11 to 2.15, with which it is tested.") -> RuntimeError:
+def _unknown_torch(why: str, way_out: str = "") -> RuntimeError:
+    way_out = way_out or f"Use torch {TRIED[0]} to {TRIED[-1]}, with which it is tested."
     return RuntimeError(f"attach: FSDP of torch {torch.__version__} is not as laconic expects ({why}). {way_out}")

@@ -68,4 +68,3 @@ def test_numbers_that_are_repeated_are_the_same():
         assert fast in compare and slow in compare, (fast, slow)
     readme, start = (ROOT / "README.md").read_text(), (DOCS / "start.md").read_text()
     assert "7.8x" in readme and "7.8x" in start
-    assert "pip install laconic" not in start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 
 import laconic
+from laconic.torch_private import TRIED
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = [
     ("github-workflows", ".github/workflows/publish.yml"),
+    ("github-workflows", ".github/workflows/versions.yml"),
     ("github-issue-forms", ".github/ISSUE_TEMPLATE/bug.yml"),
     ("github-issue-forms", ".github/ISSUE_TEMPLATE/slower.yml"),
     ("github-issue-config", ".github/ISSUE_TEMPLATE/config.yml"),
@@ -41,6 +44,21 @@ def test_the_workflow_runs_what_there_is():
     assert "run: make docs" in workflow and re.search(r"^docs:", makefile, re.M)
     assert "path: build/site" in workflow and re.search(r"^SITE +:= build/site$", makefile, re.M)
     assert workflow.count("timeout-minutes:") == workflow.count("runs-on:")
+
+
+def test_the_versions_of_torch_are_the_same_everywhere():
+    read = {name: (ROOT / name).read_text() for name in ("Makefile", "constraints.txt", "pyproject.toml")}
+    oldest, newest = (re.search(rf"^{name} := (.+)$", read["Makefile"], re.M) for name in ("OLDEST", "NEWEST"))
+    pinned = re.search(r"^torch==(.+)$", read["constraints.txt"], re.M)
+    assert oldest and pinned and newest
+    versions = [found[1] for found in (oldest, pinned, newest)]
+    assert [each.rpartition(".")[0] for each in versions] == list(TRIED)
+    assert f'"torch>={TRIED[0]},<3"' in read["pyproject.toml"]
+    workflow = (ROOT / ".github" / "workflows" / "versions.yml").read_text()
+    assert f"torch: {json.dumps(versions)}" in workflow and "make versions-${{ matrix.torch }}" in workflow
+    assert workflow.count("timeout-minutes:") == workflow.count("runs-on:")
+    page = (ROOT / "docs" / "versions.md").read_text()
+    assert all(f"torch {each}" in page for each in versions)
 
 
 def test_links_of_the_security_policy_lead_somewhere():

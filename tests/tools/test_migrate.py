@@ -295,4 +295,4 @@ def test_without_libcst_the_error_gives_the_extra_to_install(tmp_path: Path, mon
     monkeypatch.delattr(laconic.tools, "migrate")
     monkeypatch.setitem(sys.modules, "libcst", None)
     code, _, err = run(put(tmp_path, LINE + "\n"))
-    assert code == 2 and 'pip install "laconic[migrate]"' in err
+    assert code == 2 and 'pip install "laconic-train[migrate]"' in err

@@ -3,10 +3,10 @@
 from typing import Any
 
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from laconic.comm.queue import resolved
+from laconic.torch_private.distributed import GradBucket
 
 __all__ = ["noop_hook"]
 

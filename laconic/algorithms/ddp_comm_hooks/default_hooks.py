@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from laconic.algorithms.ddp_comm_hooks.engine import average_once
 from laconic.codecs import Cast, Exact
+from laconic.torch_private.distributed import GradBucket
 
 __all__ = [
     "allreduce_hook",

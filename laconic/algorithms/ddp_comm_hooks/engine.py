@@ -19,7 +19,7 @@ from laconic.ledger import Ledger
 from laconic.session.ddp import Average, BucketQueue
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
+    from laconic.torch_private.distributed import GradBucket
 
 
 def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

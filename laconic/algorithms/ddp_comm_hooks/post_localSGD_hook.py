@@ -11,13 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from laconic.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from laconic.algorithms.ddp_comm_hooks.engine import HookState, group_or_world
 from laconic.codecs import Exact
 from laconic.comm.groups import subgroup_of, workers_on_this_machine
+from laconic.torch_private.distributed import GradBucket
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from laconic.algorithms.ddp_comm_hooks.batched import Batched, name_of, side_of
@@ -27,6 +26,7 @@ from laconic.exchange import Averaged, Exchange, State
 from laconic.ledger import Ledger
 from laconic.packing import wide_dtype
 from laconic.session.ddp import as_laid_out
+from laconic.torch_private.distributed import GradBucket
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from laconic.algorithms.ddp_comm_hooks.engine import average_once
 from laconic.codecs.contract import accept_every_shape
 from laconic.exchange import Averaged, Exchange, Gather, Peers, State, Tensors, all_finite, true
 from laconic.packing import pack, unpack
+from laconic.torch_private.distributed import GradBucket
 from laconic.values import as_code
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from laconic.errors import names, outliers
+from laconic.tools.distribution import other_project
 from laconic.tools.doctor.finding import Finding, Severity, finding
 from laconic.tools.machine import usable_cores, versions
 
@@ -33,6 +34,7 @@ def check_machine(environ: Mapping[str, str], workers: int, local_workers: int, 
     quota = cpu_quota(CPU_QUOTA.read_text()) if CPU_QUOTA.is_file() else None
     return [
         check_versions(versions()),
+        *check_distributions(),
         check_gloo(dist.is_gloo_available(), nccl),
         check_devices([torch.cuda.get_device_name(i) for i in devices], nccl, bool(torch.version.cuda), local_workers),
         *check_addresses(environ, several_hosts),
@@ -50,6 +52,12 @@ def check_versions(found: Mapping[str, str]) -> Finding:
         return Finding("versions", "problem", shown, why, way_out)
     why, way_out = f"laconic is not tested with torch {NEXT_TORCH} or newer.", f"pip install 'torch<{NEXT_TORCH}'."
     return finding("versions", _numbers(found["torch"]) < _numbers(NEXT_TORCH), shown, why, way_out, "warning")
+
+
+def check_distributions() -> list[Finding]:
+    """Check that no other project has installed its files among those of laconic."""
+    other = other_project()
+    return [] if other is None else [Finding("distributions", "warning", *other)]
 
 
 def _numbers(version: str) -> tuple[int, ...]:

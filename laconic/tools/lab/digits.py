@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from laconic.tools.distribution import pip_install
 from laconic.tools.errors import UsageError
 from laconic.tools.lab.text import generator
 
@@ -20,7 +21,7 @@ def load() -> tuple[Digits, Digits]:
     except ImportError as error:
         raise UsageError(
             f"--model resnet: its digits come with scikit-learn, which cannot be imported ({error}). "
-            'Install it with pip install "laconic[digits]", or use --model gpt.'
+            f"Install it with {pip_install('digits')}, or use --model gpt."
         ) from error
     found = load_digits()
     images = torch.from_numpy(found.images).float()[:, None] / 16

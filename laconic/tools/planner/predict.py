@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, inf
 
-import torch
 from torch import Tensor
 
-from laconic.checks.agreement import both_ends
-from laconic.checks.headers import Header
+from laconic.checks.agreement import DIGEST_BYTES
+from laconic.checks.headers import HEADER_BYTES
 from laconic.cost import cycle_of, planned
 from laconic.exchange import State, level_name
 from laconic.ledger import Entry, wire_bytes
@@ -24,10 +23,6 @@ from laconic.tools.planner.network import NetworkTimes
 from laconic.tools.planner.shapes import Shapes
 from laconic.tools.planner.timeline import Message, Timeline, released_s, timeline
 
-HEADER_BYTES = Header(step=0, plan="").summary().nbytes
-"""What workers send each other before weights, and without DDP before gradients."""
-DIGEST_BYTES = both_ends(torch.zeros((), dtype=torch.int64)).nbytes
-"""With what they compare their weights after a round: both ends of a digest."""
 SECONDS_A_DAY = 86_400
 
 

@@ -31,7 +31,7 @@ def embedded_digits(monkeypatch):
 def test_without_the_extra_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(UsageError, match=r'--model resnet: .* pip install "laconic\[digits\]", or use --model gpt'):
+    with pytest.raises(UsageError, match=r'--model resnet: .* "laconic-train\[digits\]", or use --model gpt'):
         digits.load()
 
 

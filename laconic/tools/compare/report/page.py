@@ -22,6 +22,7 @@ from laconic.tools.compare.judging import (
 )
 from laconic.tools.compare.records import Outcome
 from laconic.tools.compare.report.sentence import headline
+from laconic.tools.distribution import pip_install
 from laconic.tools.errors import UsageError
 from laconic.tools.machine import usable_cores, versions
 from laconic.tools.units import human_bytes, ratio, share
@@ -40,7 +41,7 @@ def check_drawable(written: str) -> None:
     if missing:
         raise UsageError(
             f"{written}: its figures need {' and '.join(missing)}, which cannot be imported. "
-            'Install with pip install "laconic[report]", or leave out the option.'
+            f"Install with {pip_install('report')}, or leave out the option."
         )
 
 

@@ -146,5 +146,5 @@ def test_figures_take_their_colours_from_the_page():
 def test_missing_dependencies_are_refused_before_training(monkeypatch):
     check_drawable("--report out.html")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r'--report out.html: its figures need matplotlib, .*"laconic\[report\]"'):
+    with pytest.raises(UsageError, match=r'out.html: its figures need matplotlib, .*"laconic-train\[report\]"'):
         check_drawable("--report out.html")
