@@ -218,7 +218,12 @@ def test_a_run_of_one_worker_is_plain_training():
 
 def test_no_group_is_kept_alive_for_a_fragment_that_a_commit_has_waited_for(monkeypatch):
     kept: list[float] = []
-    monkeypatch.setattr("laconic.elastic.run.leave", lambda timeout_s, *_: [kept.append(timeout_s), leave(0)])
+
+    def note(timeout_s: float, *others: object) -> None:
+        kept.append(timeout_s)
+        leave(timeout_s, *others)
+
+    monkeypatch.setattr("laconic.elastic.run.leave", note)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = laconic.attach(laconic.plan("frugal('30x', delay=1)"), model, optimizer)
