@@ -85,9 +85,10 @@ class PlainView(View):
         run, (step, second) = self._runs[index], self._next.get(index, (1, 0.0))
         report, share_kept = self._validated.latest(index, report, self.outcomes)
         now = time.monotonic()
-        if report.step and (report.step >= step or now >= second or report.ended):
+        ended = second == math.inf  # what comes after is the final validation, which `finish` prints
+        if report.step and not ended and (report.step >= step or now >= second or report.ended):
             stride = max(1, run.goal.steps // PLAIN_LINES) if run.goal.steps else sys.maxsize
-            self._next[index] = (report.step + stride, now + PLAIN_SECONDS)
+            self._next[index] = (report.step + stride, math.inf if report.ended else now + PLAIN_SECONDS)
             self.message(plain_line(run, report, share_kept))
 
     def finish(self, outcome: Outcome) -> None:
