@@ -109,7 +109,9 @@ def test_reusing_the_input_gives_the_same_means(codec: Codec, dtype: torch.dtype
             assert same_bits(got[0].mean, expected[0].mean)
             continue
         for name in set(inputs[0]) - RANK_DEFICIENT:
-            scale = torch.stack([given[name] for given in inputs])
+            # The products of `Batched` mix all tensors, so a rounding error is relative to the largest of them.
+            mixed = [name] if codec in TENSOR_BY_TENSOR else list(inputs[0])
+            scale = torch.cat([given[each].flatten() for given in inputs for each in mixed])
             assert_close(got[0].mean[name], expected[0].mean[name], 64 * rounding(codec, dtype), scale)
 
 
