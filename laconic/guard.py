@@ -6,10 +6,13 @@ Every few steps it measures `session.health`. Error feedback delivers late what 
 lags behind by more than a step of gradients, and the model then trains on old gradients. That is the alarm, in two
 measurements in a row. The guard only ever makes a plan stronger, so it cannot oscillate.
 
-It measures with short sketches. A sketch of a set of tensors is 256 sums of their numbers with random signs, the same
+It measures with short sketches. A sketch of a set of tensors is 254 sums of their numbers with random signs, the same
 signs on all workers. Its squared norm is that of the tensors, to about 9 %, and the mean of the workers' sketches is
 the sketch of their mean. So one gather of three sketches gives the norms of means that no worker has ever computed: of
 the gradients, and of residuals.
+
+Sketches of gradients also tell the gradient noise (`noise.py`), under every plan that synchronises: where gradients are
+averaged, those of each measurement; in local steps, sketches that are gathered at a later synchronisation.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -31,14 +35,17 @@ from laconic.codecs.feedback import residuals_by_name
 from laconic.cost import sent_bytes
 from laconic.errors import DisagreementError
 from laconic.exchange import Averaged, Exchange, Peers, State
+from laconic.noise import NoiseAverage, worth
 from laconic.packing import wide_dtype
 from laconic.plans.methods import ddp
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Every, Nested, Quadratic, Schedule, Streaming
+from laconic.plans.schedules import GRADIENTS, Every, Nested, Never, Quadratic, Schedule, Streaming
 from laconic.session.gradients import CARRY_STEPS
+from laconic.session.live_model import local_of
 from laconic.session.metrics import Health
 from laconic.session.observers import StepObserver
 from laconic.session.session import Session
+from laconic.torch_private.steps import loss_scale
 from laconic.values import as_code, is_number, is_whole
 
 logger = logging.getLogger(__name__)
@@ -54,12 +61,19 @@ _MOST_RANK = 64
 _MOST_FRACTION = 0.25
 _MOST_BITS = 8
 """What a codec gets before it is exact."""
-SKETCH = 256
-"""Numbers in a sketch."""
+SKETCH = 254
+"""Numbers in a sketch. Tensors are cut into rows of so many, and each row has one sign. With 256, the rows of a matrix
+of 256 columns would be those of the gradient, which are nearly parallel, and the norm is then wrong by 30 to 50 %."""
 MOST_TENSORS = 32
 """The largest tensors of an exchange are sketched, and no others: on a GPU the launches would cost more than 1 %."""
 _BLOCK = 4096
 """Rows of SKETCH numbers of a narrow dtype that are widened at once: 4 MB."""
+_TURNS = 1024
+"""From so many places the signs of a tensor begin, in turn, so that the errors of sketches average out."""
+_RARELY = 4
+"""In local steps, gradients are sketched once in so many of the guard's measurements."""
+_MOST_KEPT = 64
+"""Sketches of gradients that wait for a synchronisation: the latest."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,6 +134,11 @@ class _Monitor(StepObserver):
         """The step from which on the next measurement begins."""
         self._pending: deque[Measurement] = deque()
         """Measurements that have begun and were not gathered, oldest first."""
+        self._noise = NoiseAverage()
+        self._next_local = 0
+        """The step from which on the gradients of a local step are sketched."""
+        self._local: deque[Tensor] = deque(maxlen=_MOST_KEPT)
+        """Sketches of gradients of local steps, [SKETCH] each, that were not gathered."""
         self._recent: deque[Health] = deque(maxlen=_IN_A_ROW)
         self._warned_of: Plan | None = None
         """The plan of which the log says that it is too weak."""
@@ -135,14 +154,62 @@ class _Monitor(StepObserver):
         carries = self._plan not in (None, session.plan) and not session.plan.local  # only those of gradients are
         wait = CARRY_STEPS if carries else 0
         self._plan, self._next = session.plan, session.step + wait + self._guard.every
+        self._next_local = session.step + 1
+        self._noise = NoiseAverage()  # of gradients that may have another scale, among workers that may be others
         self._pending.clear()
+        self._local.clear()
         self._recent.clear()
+
+    def before_step(self, session: Session) -> None:
+        """Sketch the gradients of a local step now and then: where weights are equal, or late in a long round."""
+        plan, step, every = session.plan, session.step + 1, _RARELY * self._guard.every
+        if step < self._next_local or not plan.local or isinstance(plan.schedule, Never) or session.workers == 1:
+            return
+        if plan.syncs_at(step)[:1] == GRADIENTS or plan.topology.inner is not None:
+            return  # they are those of a group, or are sketched where they are averaged
+        if session.synced or step >= self._next_local + every:
+            self._next_local = step + every
+            self._local.append(self._sketch_of_gradients(session, step))
 
     def after_step(self, session: Session) -> None:
         """Gather the measurements whose exchanges have ended on all workers."""
         while self._pending and self._pending[0].due <= session.step:
-            row = self._pending.popleft().row()
-            self._judge(session, health_of(session.gather(row), session.step))
+            self._gather(session, self._pending.popleft())
+        if self._local and session.synced and not session.plan.needs_anchor:  # no codec runs: nothing else is measured
+            self._gather(session, None)
+
+    def _sketch_of_gradients(self, session: Session, step: int) -> Tensor:
+        """Return the sketch of the largest tensors of this worker's gradients, without the loss scale."""
+        params = session.parameters
+        grads = {name: params[name].grad for name in largest(params)}
+        found = {name: local_of(g.to_dense() if g.is_sparse else g) for name, g in grads.items() if g is not None}
+        if not found:  # a step that was skipped: no measurement
+            return torch.full([SKETCH], torch.nan)
+        sketch = self._signs.sketch(found, step, next(iter(found.values())).device)
+        for scale in map(loss_scale, session.optimizers):
+            if scale is not None:
+                return sketch / scale.to(sketch.device)
+        return sketch
+
+    def _gather(self, session: Session, measurement: Measurement | None) -> None:
+        """Gather a measurement, if any, and the sketches of local gradients that have come together."""
+        row = [] if measurement is None else measurement.row()
+        rows = session.gather([*row, *(number for sketch in self._local for number in _packed(sketch))])
+        self._local.clear()
+        health = None
+        for sketches in zip(*(_sketches(each[len(row) :]) for each in rows), strict=True):
+            health = gradient_health(sketches, session.step)
+            self._add_noise(health, session.workers)
+        if measurement is not None:
+            health = health_of([each[: len(row)] for each in rows], session.step)
+            if health is not None and measurement.of_gradients:
+                self._add_noise(health, session.workers)
+        self._judge(session, health)
+
+    def _add_noise(self, health: Health, workers: int) -> None:
+        """Count the norms of gradients for the noise."""
+        signal = health.norm**2
+        self._noise.add(signal + health.drift**2, signal, workers)
 
     def _codec_for(self, step: int, codec: Codec) -> Codec:
         """Return the codec for what is averaged in this step, with the measurement that it belongs to, if any."""
@@ -156,6 +223,8 @@ class _Monitor(StepObserver):
     def _judge(self, session: Session, health: Health | None) -> None:
         if health is None or not health.finite:
             return
+        noise = self._noise.noise
+        health = replace(health, noise=noise, worth=None if noise is None else worth(noise, session.workers))
         session.health = health
         session.ledger.note("health", health.step, asdict(health))
         self._recent.append(health)
@@ -295,19 +364,35 @@ def _half_period(plan: Plan) -> Plan | None:
 
 
 class Signs:
-    """Random signs of +1 and -1 by the name of a tensor, the same on all workers."""
+    """Random signs of +1 and -1 by the name of a tensor, the same on all workers; others at each step."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int, torch.device], Tensor] = {}
 
-    def of(self, name: str, count: int, device: torch.device) -> Tensor:
-        """Return `count` signs, [count] in fp32."""
+    def of(self, name: str, count: int, device: torch.device, step: int = 0) -> Tensor:
+        """Return `count` signs, [count] in fp32: of a longer row of signs, those from a place that moves on."""
         key = (name, count, device)
         if key not in self._known:
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
-            drawn = torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(seed))
+            drawn = torch.randint(0, 2, (count + _TURNS,), generator=torch.Generator().manual_seed(seed))
             self._known[key] = (2 * drawn - 1).float().to(device)
-        return self._known[key]
+        return self._known[key][step % _TURNS :][:count]
+
+    @torch.no_grad()
+    def sketch(self, tensors: Mapping[str, Tensor], step: int, device: torch.device) -> Tensor:
+        """Return the sketch of some tensors, [SKETCH] in fp32."""
+        sums = torch.zeros(SKETCH, device=device)
+        for name, t in tensors.items():
+            flat = t.detach().reshape(-1)
+            rows, wide = flat.numel() // SKETCH, wide_dtype(flat.dtype)
+            signs = self.of(name, rows + 1, flat.device, step)
+            block = max(1, rows if flat.dtype == wide else _BLOCK)
+            for at in range(0, rows, block):  # in fp32 or wider: sums of fp16 would overflow
+                some = flat[at * SKETCH : min(at + block, rows) * SKETCH].view(-1, SKETCH).to(wide)
+                sums += (signs[at : at + len(some)].to(wide) @ some).to(sums)
+            tail = flat[rows * SKETCH :]
+            sums[: tail.numel()] += (signs[rows] * tail.float()).to(device)
+        return sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -320,6 +405,7 @@ class Measurement:
     last: int
     due: int
     signs: Signs
+    of_gradients: bool = False
     sums: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
     """For the names of each exchange, [3, SKETCH]: of what was to be sent, of residuals before, and after. If a step
     averages them several times, the last."""
@@ -329,7 +415,7 @@ class Measurement:
         """Begin a measurement with the exchanges of a step."""
         schedule = plan.schedule
         if not isinstance(schedule, Streaming) or step < schedule.start:
-            return cls(step, step, signs)
+            return cls(step, step, signs, plan.syncs_at(step) == GRADIENTS)
         last = step if schedule.fragments == 1 else step + schedule.period - 1
         return cls(last, last + schedule.delay, signs)
 
@@ -337,36 +423,24 @@ class Measurement:
         self, tensors: Mapping[str, Tensor], state: State, average: Callable[[], Exchange[Averaged]]
     ) -> Exchange[Averaged]:
         """Run the exchange that `average` makes of `tensors`, and sketch them."""
-        names = tuple(sorted(tensors, key=lambda name: (-tensors[name].numel(), name))[:MOST_TENSORS])
+        names = largest(tensors)
         device = tensors[names[0]].device if names else torch.device("cpu")
-        own = self._sketch({name: tensors[name] for name in names}, device)
-        before = self._sketch(_residuals_of(names, state), device)
+        sketch = partial(self.signs.sketch, step=self.last, device=device)
+        own, before = sketch({name: tensors[name] for name in names}), sketch(_residuals_of(names, state))
         end = yield from average()
-        after = self._sketch(_residuals_of(names, state), device)
-        self.sums[names] = torch.stack([own, before, after])
+        self.sums[names] = torch.stack([own, before, sketch(_residuals_of(names, state))])
         return end
 
     def row(self) -> list[int]:
         """Return how many exchanges were sketched, and the sums of their sketches as int64 numbers, to gather."""
         sums = list(self.sums.values())
         total = sum((each.cpu() for each in sums), torch.zeros(3, SKETCH))
-        bits: list[int] = total.reshape(-1).view(torch.int64).tolist()  # two fp32 numbers each
-        return [len(sums), *bits]
+        return [len(sums), *_packed(total)]
 
-    @torch.no_grad()
-    def _sketch(self, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        sums = torch.zeros(SKETCH, device=device)
-        for name, t in tensors.items():
-            flat = t.detach().reshape(-1)
-            rows, wide = flat.numel() // SKETCH, wide_dtype(flat.dtype)
-            signs = self.signs.of(name, rows + 1, flat.device)
-            block = max(1, rows if flat.dtype == wide else _BLOCK)
-            for at in range(0, rows, block):  # in fp32 or wider: sums of fp16 would overflow
-                some = flat[at * SKETCH : min(at + block, rows) * SKETCH].view(-1, SKETCH).to(wide)
-                sums += (signs[at : at + len(some)].to(wide) @ some).float()
-            tail = flat[rows * SKETCH :]
-            sums[: tail.numel()] += signs[rows] * tail.float()
-        return sums
+
+def largest(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return the names of the tensors that are sketched."""
+    return tuple(sorted(tensors, key=lambda name: (-tensors[name].numel(), name))[:MOST_TENSORS])
 
 
 @dataclass(frozen=True, eq=False)
@@ -395,15 +469,33 @@ def health_of(rows: Sequence[Sequence[int]], step: int) -> Health | None:
     counts = {row[0] for row in rows}
     if len(counts) > 1 or 0 in counts:
         return None
-    tables = [torch.tensor(row[1:], dtype=torch.int64).view(torch.float32).view(3, SKETCH).tolist() for row in rows]
-    gradient, before, after = ([table[i] for table in tables] for i in range(3))
-    mean = _mean(gradient)
-    norm, lag = _norm(mean), _norm(_mean(after))
-    wanted = _norm([a + b for a, b in zip(mean, _mean(before), strict=True)])
-    own = math.fsum(_norm(each) ** 2 for each in gradient) / len(rows)
+    gradient, before, after = zip(*(_sketches(row[1:]) for row in rows), strict=True)
+    health = gradient_health(gradient, step)
+    norm, lag = health.norm, _norm(_mean(after))
+    wanted = _norm([a + b for a, b in zip(_mean(gradient), _mean(before), strict=True)])
+    return replace(health, residual=lag / norm if norm else 0.0, error=lag / wanted if wanted else 0.0)
+
+
+def gradient_health(sketches: Sequence[Sequence[float]], step: int) -> Health:
+    """Compute the health from the sketches of all workers' gradients or deltas alone, as if none were ever late."""
+    norm = _norm(_mean(sketches))
+    own = math.fsum(_norm(each) ** 2 for each in sketches) / len(sketches)
     agreement = norm * norm / own if own else 1.0
     drift = math.sqrt(max(0.0, own - norm * norm))
-    return Health(step, lag / norm if norm else 0.0, lag / wanted if wanted else 0.0, agreement, norm, drift)
+    return Health(step, residual=0.0, error=0.0, agreement=agreement, norm=norm, drift=drift)
+
+
+def _packed(sketches: Tensor) -> list[int]:
+    """Return the fp32 numbers of sketches as int64 numbers, two each, to gather."""
+    bits: list[int] = sketches.cpu().reshape(-1).view(torch.int64).tolist()
+    return bits
+
+
+def _sketches(row: Sequence[int]) -> list[list[float]]:
+    """Return the sketches that `_packed` made numbers of."""
+    numbers = torch.tensor(row, dtype=torch.int64).view(torch.float32)
+    found: list[list[float]] = numbers.view(2 * len(row) // SKETCH, SKETCH).tolist()
+    return found
 
 
 def _mean(sketches: Sequence[Sequence[float]]) -> list[float]:

@@ -12,7 +12,7 @@ HOME = Path(laconic.__file__).parent
 SOURCES = {path.relative_to(HOME): path.read_text() for path in sorted(HOME.rglob("*.py"))}
 BOTTOM = {"values", "errors", "exchange", "packing", "ledger", "torch_private"}
 CORE = BOTTOM | {"kernels", "codecs", "plans", "comm", "checks", "cost"}
-TRAINING = CORE | {"session", "guard"}
+TRAINING = CORE | {"session", "noise", "guard"}
 MAY_IMPORT: dict[str, set[str]] = {
     "values": set(),
     "errors": set(),
@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checks": BOTTOM | {"comm"},
     "cost": BOTTOM | {"codecs", "plans", "comm"},
     "session": CORE,
-    "guard": CORE | {"session"},
+    "noise": set(),
+    "guard": CORE | {"session", "noise"},
     "algorithms": TRAINING,
     "checkpoint": TRAINING,
     "elastic": TRAINING | {"checkpoint", "atomic_write"},

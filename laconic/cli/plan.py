@@ -2,6 +2,7 @@
 
 import json as json_format
 import sys
+from math import isfinite
 from pathlib import Path
 from typing import Annotated
 
@@ -71,6 +72,10 @@ def plan(
     latency: Annotated[
         str | None, typer.Option(help="Latency of a message, such as 0.2ms. Default: 0.", rich_help_panel=_NETWORK)
     ] = None,
+    noise: Annotated[
+        float | None,
+        typer.Option(help="The gradient noise scale, session.health.noise, such as 3.5."),
+    ] = None,
     budget: Annotated[str | None, typer.Option(help="Bytes that a worker may send a day, such as 500GB.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with everything that is predicted.")] = False,
 ) -> None:
@@ -92,7 +97,10 @@ def plan(
     codec_s = {} if measured is None else {parse_plan(each.plan): each.seconds for each in measured.codecs}
     for each in plans:
         check_levels(each, count)
-    scenario = Scenario(found, count, network, _step_s(step, measured), codec_s, machine, _spread(measured), bare)
+    if noise is not None and not (isfinite(noise) and noise >= 0):
+        raise UsageError(f"--noise {noise}: it must be 0 or more, such as 3.5: a guard measures it as it trains.")
+    step_s, spread = _step_s(step, measured), _spread(measured)
+    scenario = Scenario(found, count, network, step_s, codec_s, machine, spread, bare, noise)
     try:
         forecast = Forecast(plans, scenario)
     except ValueError as error:
@@ -103,6 +111,8 @@ def plan(
     console = PipedConsole(width=None if sys.stdout.isatty() else ONE_TABLE)
     console.print(*forecast_tables(forecast, console.width, limit))
     notes = [f"kept: {SOURCE}."]
+    if noise is not None:
+        notes.append(f"{count} workers are worth {scenario.gain:.1f} here: a noise of {noise:g} batches of one worker.")
     unknown = [repr(each.plan) for each in forecast.rows if each.plan.codec != Exact() and each.plan not in codec_s]
     if measured is None:
         notes.append("The time of codecs was not measured and counts as 0: laconic probe measures it.")

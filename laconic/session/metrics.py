@@ -71,6 +71,11 @@ class Health:
     drift: float
     """The distance of the workers' gradients, or deltas, from their mean: root mean square. Of deltas it is how far
     the workers' weights are from their mean."""
+    noise: float | None = None
+    """The gradient noise scale: the variance of a worker's gradient over the squared norm of the true one. Both are
+    averaged over many steps; None until enough are measured."""
+    worth: float | None = None
+    """How many workers, each training by itself, the workers are worth together at most, under this noise."""
 
     @property
     def finite(self) -> bool:
@@ -100,6 +105,8 @@ METRICS = {
         ),
         Metric("health_norm", "gauge", f"Norm of the mean of the workers' {_WHAT}."),
         Metric("health_drift", "gauge", f"Distance of the workers' {_WHAT} from their mean, root mean square."),
+        Metric("health_noise", "gauge", "Gradient noise scale, in batches of one worker."),
+        Metric("health_worth", "gauge", "How many workers the workers are worth together at most, under this noise."),
         Metric("loss", "gauge", "Training loss that session.report was given last."),
         Metric("validation_loss", "gauge", "Validation loss that session.report was given last."),
     )
@@ -144,6 +151,6 @@ def samples(session: Session) -> Iterator[Sample]:
             yield Sample(METRICS["residual_norm"], float(get_total_norm(residuals)), (phase,))
     health = {} if session.health is None else asdict(session.health)
     for name, value in health.items():
-        if name != "step":
+        if name != "step" and value is not None:
             yield Sample(METRICS[f"health_{name}"], value)
     yield from session._reported.samples()

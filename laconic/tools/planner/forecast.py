@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
+from laconic.noise import LEAST_WORTH
 from laconic.plans.methods import alone, ddp
 from laconic.plans.plan import Plan
 from laconic.tools.planner.front import MEASURED_PARAMETERS, SOURCE
@@ -43,6 +44,7 @@ class Forecast:
             "workers": s.workers,
             "rate_bps": s.network.rate_bps,
             "compute_s": s.compute_s,
+            "noise": s.noise,
             "gain": s.gain,
             "rows": [self._row(each, budget_bytes) for each in self.rows],
             "advice": self.advice,
@@ -81,6 +83,12 @@ class Forecast:
     @property
     def advice(self) -> str:
         """One sentence: which plan to use, or none, and why."""
+        s = self.scenario
+        if s.noise is not None and s.gain < LEAST_WORTH:
+            return (
+                f"Train by alone(): under a noise of {s.noise:.3g}, {s.workers} workers are worth at most {s.gain:.2f} "
+                "that train by themselves, whatever they send. Smaller batches make better use of them."
+            )
         known = [each for each in self.rows if each.loss_s is not None and each.plan not in (ddp(), alone())]
         best = max(known, key=lambda each: each.sooner_than(self.ddp) or 0.0, default=None)
         busy = f"under ddp() workers compute {share(self.ddp.now.utilisation)} of the time"

@@ -14,6 +14,7 @@ from laconic.checks.headers import HEADER_BYTES
 from laconic.cost import cycle_of, planned
 from laconic.exchange import State, level_name
 from laconic.ledger import Entry, wire_bytes
+from laconic.noise import worth
 from laconic.packing import in_parts
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Plan
@@ -75,11 +76,16 @@ class Scenario:
     machine: int | None = None
     spread: tuple[float, float] = (1.0, 1.0)
     bare: bool = False
+    noise: float | None = None
+    """The gradient noise scale, in batches of one worker (`laconic.Health`); None if it is unknown."""
 
     @property
     def gain(self) -> float:
-        """How many times as many steps as `ddp()` a worker by itself needs: 2.8 for four, as in the lab."""
-        return float(self.workers**0.75)
+        """How many times as many steps as `ddp()` a worker by itself needs.
+
+        Where the noise is unknown, 2.8 for four, as in the lab.
+        """
+        return float(self.workers**0.75) if self.noise is None else worth(self.noise, self.workers)
 
 
 class Prediction:
