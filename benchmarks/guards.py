@@ -34,6 +34,7 @@ import laconic
 from laconic.checks.digests import digests
 from laconic.checks.finite import is_finite
 from laconic.exchange import all_finite
+from laconic.guard import Signs, largest
 from laconic.tools.lab.settings import Lab
 from laconic.tools.lab.tasks import loss_of, make_task
 
@@ -141,6 +142,11 @@ def parts() -> None:
     print(f"finite gradients {lower_quartile_ms(lambda: is_finite(bucket)):.2f} a step")
     print(f"finite weights {lower_quartile_ms(lambda: all_finite(weights)):.2f} a round of weights")
     print(f"digest of the weights {lower_quartile_ms(lambda: digests(weights)):.2f} a comparison")
+    largest_weights = {name: weights[name] for name in largest(weights)}
+    sketch_ms = lower_quartile_ms(lambda: Signs().sketch(largest_weights, 0, bucket.device))
+    signs = Signs()
+    again_ms = lower_quartile_ms(lambda: signs.sketch(largest_weights, 0, bucket.device))
+    print(f"a guard's sketch {again_ms:.2f}, its first {sketch_ms:.2f}; for noise in one of 16 to 32 local steps")
 
 
 def main() -> None:

@@ -50,6 +50,16 @@ def test_table_and_budget(here, monkeypatch):
         assert part in out
 
 
+def test_noise(here):
+    found = here(*BASE, "--noise", "9").out
+    assert "4 workers are worth 3.1 here: a noise of 9 batches of one worker." in found
+    assert "Train by alone()" not in found
+    assert "Train by alone(): under a noise of 0.1," in here(*BASE, "--noise", "0.1").out
+    for wrong in ("-1", "nan"):
+        ended = here(*BASE, "--noise", wrong)
+        assert ended.code == 2 and "it must be 0 or more, such as 3.5" in ended.err
+
+
 @pytest.mark.parametrize(("width", "tables"), [(80, 2), (135, 1)])
 def test_a_narrow_terminal_shows_every_plan(width, tables):
     scenario = Scenario(from_count(2_000_000), 8, ComputedNetwork(parse_link("1gbit")), 0.25)

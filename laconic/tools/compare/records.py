@@ -31,7 +31,7 @@ class Report:
     `seconds` includes `link_seconds`, the computed time of the link; `communication_seconds` is the part of it during
     which a collective was in flight, with or without computation. `level_bytes` are the `wire_bytes` of each level.
     `ended` is the limit that ended the run. `validation` is the validation loss of all workers, at the steps that have
-    one. `residual` and `agreement` are what a guard measured last (`laconic.Health`).
+    one. `residual`, `agreement` and `noise` are what a guard measured last (`laconic.Health`).
 
     >>> Report(worker=0, step=50, loss=2.5, seconds=10.0).seconds_left(Goal(steps=200))
     30.0
@@ -52,6 +52,7 @@ class Report:
     validation: float | None = None
     residual: float | None = None
     agreement: float | None = None
+    noise: float | None = None
 
     @staticmethod
     def read(line: str) -> Report:
@@ -122,6 +123,8 @@ class Outcome:
     """What a guard measured last: how many mean gradients, or deltas, lag behind."""
     agreement: float | None = None
     """What a guard measured last: how much the workers' gradients, or deltas, have in common."""
+    noise: float | None = None
+    """What a guard measured last: the gradient noise scale, in batches of one worker."""
     settings: str = ""
     """The run and its link, as text: another run with the same text need not be run again."""
 
@@ -202,6 +205,7 @@ def read_outcome(run: TrainingRun, folder: Path, only_worker: int | None = None)
         changed_to=about.get("changed_to"),
         residual=first.residual,
         agreement=first.agreement,
+        noise=first.noise,
         workers=run.workers,
         steps=first.step,
         seconds=first.seconds,

@@ -161,6 +161,7 @@ class CompareReporter(StepObserver):
             validation=validation,
             residual=None if health is None else health.residual,
             agreement=None if health is None else health.agreement,
+            noise=None if health is None else health.noise,
         )
 
 

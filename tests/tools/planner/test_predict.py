@@ -141,3 +141,19 @@ def test_shapes_of_a_module_keep_their_order():
     shapes = Shapes(MODEL.tensors)
     assert shapes.before(list(MODEL.tensors)[:1]) == 0
     assert 0.9 < shapes.before(list(MODEL.tensors)[-5:]) < 1
+
+
+@pytest.mark.parametrize(("noise", "gain"), [(None, 4**0.75), (0.0, 1.0), (9.0, 10 / 3.25), (1e6, 4.0)])
+def test_noise_tells_what_workers_gain(noise, gain):
+    assert _scenario(noise=noise).gain == pytest.approx(gain, rel=1e-5)
+    alone = _of("alone()", noise=noise)
+    assert alone.steps_factor == pytest.approx(gain, rel=1e-5)  # by itself: kept is 0
+
+
+@pytest.mark.parametrize("rate", ["1mbit", "100gbit"])
+def test_without_noise_workers_should_train_alone_whatever_the_link(rate):
+    found = Forecast(PLANS, _scenario(rate, noise=0.15))
+    assert found.advice.startswith("Train by alone(): under a noise of 0.15, 4 workers are worth at most 1.11 that")
+    assert found.as_json()["noise"] == 0.15
+    assert "Train by alone()" not in Forecast(PLANS, _scenario(rate, noise=0.3)).advice
+    assert "Train by alone()" not in Forecast(PLANS, _scenario(rate)).advice
