@@ -46,6 +46,17 @@ def _row_of(tensors: dict[str, Tensor], state: dict[str, Any]) -> list[int]:
     return measurement.row()
 
 
+@pytest.mark.parametrize("columns", [64, 128, 256, 768])
+def test_the_norm_of_a_gradient_whose_rows_are_parallel_is_found(columns):
+    gradient = {
+        "weight": torch.outer(torch.randn(512, generator=_seeded(1)), torch.randn(columns, generator=_seeded(2)))
+    }
+    signs, norm = Signs(), float(gradient["weight"].norm())
+    found = torch.stack([signs.sketch(gradient, step, torch.device("cpu")).norm() for step in range(50)]) / norm
+    assert found.square().mean() == pytest.approx(1.0, rel=0.1)  # also over steps
+    assert found.std() < 0.2
+
+
 def test_a_worker_whose_exchanges_were_dropped_makes_no_measurement():
     row = _row_of({"a": torch.ones(300)}, {})
     assert health_of([row, row], 1) is not None
