@@ -104,3 +104,11 @@ def test_residuals_are_bounded_over_3000_steps_of_different_data(codec: Codec) -
         averaged(ErrorFeedback(codec), inputs, states)
         norms.append(max(float(residual.norm()) for state in states for residual in residuals(state).values()))
     assert max(norms[2000:]) < 1.5 * max(norms[200:1000])
+
+
+@pytest.mark.parametrize("codec", [TopK(0.03), TopK(0.03, bits=2)], ids=repr)
+def test_a_single_row_can_be_sent(codec: Codec) -> None:
+    given = [{"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(seed))} for seed in range(2)]
+    states: list[State] = [{}, {}]
+    for end, state, x in zip(averaged(ErrorFeedback(codec), given, states), states, given, strict=True):
+        torch.testing.assert_close(end.own()["w"] + residuals(state)["w"], x["w"], rtol=0, atol=1e-5)
