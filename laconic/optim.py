@@ -27,7 +27,7 @@ class DeMo(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; return what the closure returns, if there is one."""
         loss = None
         if closure is not None:

@@ -219,7 +219,7 @@ def unpack_sorted(packed: Tensor, size: int, count: int) -> Tensor:
     lower = bits[..., : count * low].unflatten(-1, (count, low)).long()
     lower = (lower << torch.arange(low, device=packed.device)).sum(-1)
     ones = bits[..., count * low :].sort(dim=-1, descending=True, stable=True).indices[..., :count]
-    places = ((ones - torch.arange(count, device=packed.device)) << low) + lower
+    places: Tensor = ((ones - torch.arange(count, device=packed.device)) << low) + lower
     return places.clamp_(0, size - 1)  # a dry run decodes memory that nobody has written
 
 
