@@ -63,7 +63,7 @@ Optimizers = list[torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Training:
-    """One training. `lr` was tuned for `ddp()` with `--tune`."""
+    """One training. `lr` was tuned for `ddp()` with `--tune`, `sign_lr` for `demo()` in the same way."""
 
     about: str
     model: Callable[[int], nn.Module]
@@ -76,6 +76,8 @@ class Training:
     steps: int = 300
     clip: float | None = 1.0
     warmup: int = 10
+    sign_lr: float = 4e-3
+    """The learning rate of steps by sign."""
 
 
 # Models. Those of the lab have no biases, norms or buffers; these have.
@@ -285,7 +287,7 @@ def muon(model: nn.Module, lr: float) -> Optimizers:
 
 def demo(model: nn.Module, lr: float) -> Optimizers:
     """Decoupled momentum, for the plan of that name."""
-    return [laconic.optim.DeMo(trained(model), lr=lr)]  # type: ignore[attr-defined, unused-ignore]
+    return [laconic.optim.DeMo(trained(model), lr=lr)]
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -376,8 +378,10 @@ class Worker:
         self.training = TRAININGS[run.training]
         self.steps = run.steps or self.training.steps
         self.plan = laconic.plan(run.plan)
-        make = demo if run.plan.startswith("demo(") else self.training.optimizers
-        self.optimizers = make(model, self.training.lr)
+        if run.plan.startswith("demo("):
+            self.optimizers = demo(model, self.training.sign_lr)
+        else:
+            self.optimizers = self.training.optimizers(model, self.training.lr)
         self.rates = [group["lr"] for each in self.optimizers for group in each.param_groups]
 
     def train(self, group: Any, meet: Callable[[], None], validate: Callable[[int], None]) -> laconic.Session:

@@ -8,7 +8,8 @@ A plan answers four questions: when do workers synchronise (`schedule`), how are
 with the mean (`outer`), and with whom (`topology`). The training loop stays as it is.
 """
 
-from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopK
+from laconic import optim
+from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopDCT, TopK
 from laconic.cost import sent_bytes
 from laconic.errors import (
     DesyncError,
@@ -23,6 +24,7 @@ from laconic.ledger import Ledger
 from laconic.plans.methods import (
     alone,
     ddp,
+    demo,
     diloco,
     frugal,
     hierarchical_sgd,
@@ -75,15 +77,18 @@ __all__ = [
     "Session",
     "StepObserver",
     "Streaming",
+    "TopDCT",
     "TopK",
     "World",
     "alone",
     "attach",
     "auto",
     "ddp",
+    "demo",
     "diloco",
     "frugal",
     "hierarchical_sgd",
+    "optim",
     "plan",
     "plan_from_env",
     "post_local_sgd",

@@ -1,6 +1,7 @@
 """Codecs: how tensors are encoded for the network. Each codec is a small frozen value."""
 
 from laconic.codecs.contract import Codec
+from laconic.codecs.cosines import TopDCT
 from laconic.codecs.exact import Cast, Exact
 from laconic.codecs.feedback import ErrorFeedback
 from laconic.codecs.low_rank import LowRank
@@ -17,5 +18,6 @@ __all__ = [
     "Exact",
     "LowRank",
     "Quantized",
+    "TopDCT",
     "TopK",
 ]

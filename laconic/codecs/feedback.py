@@ -177,12 +177,17 @@ def _residuals(tree: State) -> Iterator[dict[str, Tensor]]:
 
 def has_feedback(codec: object) -> bool:
     """Return whether a codec is an `ErrorFeedback`, or contains one."""
-    if isinstance(codec, ErrorFeedback):
+    return contains(codec, ErrorFeedback)
+
+
+def contains(codec: object, kind: type) -> bool:
+    """Return whether a codec is of this kind, or contains one that is."""
+    if isinstance(codec, kind):
         return True
     parts = [getattr(codec, f.name) for f in fields(codec)] if is_dataclass(codec) else []
     if isinstance(codec, Mapping):  # of `ByName`
         parts = list(codec.values())
-    return any(has_feedback(part) for part in parts)
+    return any(contains(part, kind) for part in parts)
 
 
 def _with_residual(t: Tensor, residual: Tensor | None, decay: float) -> Tensor:

@@ -47,10 +47,14 @@ class Reduced:
 
 
 def reduce_in_shards(
-    tensors: Tensors, codec: Rows, state: State, peers: Peers, turn: int | None = None
+    tensors: Tensors, codec: Rows, state: State, peers: Peers, turn: int | None = None, of_means: Rows | None = None
 ) -> Exchange[Reduced]:
-    """Average tensors of one wide dtype, none of them empty. `turn` gives stochastic codecs new keys at each call."""
+    """Average tensors of one wide dtype, none of them empty. `turn` gives stochastic codecs new keys at each call.
+
+    `of_means` encodes the means; without it, `codec` does.
+    """
     worker, workers = peers.rank, peers.size
+    of_means = codec if of_means is None else of_means
     if workers == 1 or not tensors:  # nothing is sent, nothing is lost
         return Reduced(dict(tensors), lambda: dict(tensors))
     # 1. All rows are encoded, and each goes to the worker that owns it.
@@ -67,10 +71,10 @@ def reduce_in_shards(
         mean_of_mine[torch.arange(codec.row, device=rows.device) >= counts[:, None]] = 0
     # 3. The means are encoded, too, and go to all workers. Shards differ in size, so they are padded to the largest.
     keys = shards.keys(turn, workers)
-    second = codec.encode(mean_of_mine, counts, None if keys is None else keys[mine])
+    second = of_means.encode(mean_of_mine, counts, None if keys is None else keys[mine])
     padded = torch.nn.functional.pad(second, (0, 0, 0, shards.most - len(second)))
     gathered = yield Gather(padded)  # [workers, most, bytes]
-    means = codec.decode(gathered.flatten(0, 1)[shards.places], rows.dtype)  # [n, row]
+    means = of_means.decode(gathered.flatten(0, 1)[shards.places], rows.dtype)  # [n, row]
 
     def own() -> dict[str, Tensor]:
         amount = codec.decode(sent, rows.dtype)

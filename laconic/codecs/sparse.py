@@ -89,12 +89,7 @@ class TopK:
             return encode_largest(rows, self.kept, self.values_bytes, self.bits)
         places = rows.abs().topk(self.kept, dim=1, sorted=False).indices.sort(1).values
         values = rows.gather(1, places)
-        if self.bits is None:
-            encoded = values.float().view(torch.uint8)
-        else:
-            mean = values.abs().mean(1, keepdim=True).to(torch.bfloat16)
-            codes = (values > 0).to(torch.uint8) + 2 * (values.abs() > _SPLIT * mean).to(torch.uint8)
-            encoded = torch.cat([mean.view(torch.uint8), pack_bits(codes, self.bits)], dim=1)
+        encoded = values.float().view(torch.uint8) if self.bits is None else encode_two_bits(values)
         return torch.cat([encoded, pack_indices(places, self._place_bits)], dim=1)
 
     def decode(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,12 +100,7 @@ class TopK:
             return decode_largest(messages, self.kept, self.chunk, self.bits)
         size = self.values_bytes
         encoded = messages[..., :size]
-        if self.bits is None:
-            values = encoded.contiguous().view(torch.float32).to(dtype)
-        else:
-            mean = scales(encoded).to(dtype)
-            codes = unpack_bits(encoded[..., SCALE_BYTES:], self.bits, self.kept)
-            values = torch.where(codes > 1, mean * _LEVELS[1], mean * _LEVELS[0]) * ((codes & 1).to(dtype) * 2 - 1)
+        values = all_bits(encoded).to(dtype) if self.bits is None else decode_two_bits(encoded, self.kept, dtype)
         places = unpack_indices(messages[..., size:], self._place_bits, self.kept)
         return values.new_zeros((*values.shape[:-1], self.chunk)).scatter_(-1, places, values)
 
@@ -122,3 +112,23 @@ class TopK:
     @property
     def _place_bits(self) -> int:
         return self.chunk.bit_length() - 1
+
+
+def all_bits(encoded: Tensor) -> Tensor:
+    """Read the bytes of fp32 numbers: [..., 4 * count] to [..., count]."""
+    # `contiguous()` keeps the strides of a single row, and no view of another dtype fits them.
+    return encoded.clone(memory_format=torch.contiguous_format).view(torch.float32)
+
+
+def encode_two_bits(values: Tensor) -> Tensor:
+    """Encode the largest numbers of each chunk, [n, count]: their mean magnitude, signs, and one of two levels."""
+    mean = values.abs().mean(1, keepdim=True).to(torch.bfloat16)
+    codes = (values > 0).to(torch.uint8) + 2 * (values.abs() > _SPLIT * mean).to(torch.uint8)
+    return torch.cat([mean.view(torch.uint8), pack_bits(codes, bits=2)], dim=1)
+
+
+def decode_two_bits(encoded: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Undo `encode_two_bits`: [..., bytes] to [..., count]."""
+    mean = scales(encoded).to(dtype)
+    codes = unpack_bits(encoded[..., SCALE_BYTES:], 2, count)
+    return torch.where(codes > 1, mean * _LEVELS[1], mean * _LEVELS[0]) * ((codes & 1).to(dtype) * 2 - 1)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
-from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopK
+from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopDCT, TopK
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Buffers, OptimizerState, Plan
 from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming
@@ -168,6 +168,18 @@ def sparse_loco(
     """
     codec = ByShape(ErrorFeedback(TopK(fraction, bits=2), decay=decay), rest=ErrorFeedback(Quantized(4)))
     return Plan(Every(period, start, "weights"), codec, Nesterov(lr, 0.0), World(), buffers, optimizer_state)
+
+
+def demo(fraction: float = 0.03, bits: int | None = 4, decay: float = 0.999, chunk: int = 64) -> Plan:
+    """Keep momentum on each worker, and average its largest DCT coefficients at every step (DeMo, arXiv:2411.19870).
+
+    For `laconic.optim.DeMo`, which steps by the sign of what is delivered. The momentum is the residual: it is
+    multiplied by `decay`, the gradient is added, and what was sent is subtracted. In a world of one, too.
+
+    >>> demo().codec
+    ErrorFeedback(codec=TopDCT(fraction=0.03), decay=0.999)
+    """
+    return Plan(Every(1), ErrorFeedback(TopDCT(fraction, chunk, bits), decay=decay))
 
 
 def frugal(bytes: str = "60x", start: int = 1, delay: int = 0) -> Plan:

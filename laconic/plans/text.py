@@ -10,11 +10,12 @@ from difflib import get_close_matches
 from inspect import Parameter, signature
 from typing import Any
 
-from laconic.codecs import ByName, ByShape, Cast, ErrorFeedback, Exact, LowRank, Quantized, TopK
+from laconic.codecs import ByName, ByShape, Cast, ErrorFeedback, Exact, LowRank, Quantized, TopDCT, TopK
 from laconic.errors import PlanError
 from laconic.plans.methods import (
     alone,
     ddp,
+    demo,
     diloco,
     few_bit_deltas,
     frugal,
@@ -35,7 +36,7 @@ from laconic.values import call
 _METHODS: dict[str, Callable[..., Plan]] = {
     method.__name__: method
     for method in (
-        *(ddp, alone, power_sgd, quantized_ddp, frugal, sparse_loco),
+        *(ddp, alone, power_sgd, quantized_ddp, demo, frugal, sparse_loco),
         *(post_local_sgd, hierarchical_sgd, diloco, streaming_diloco, qsr),
     )
 }
@@ -44,7 +45,7 @@ _VOCABULARY: dict[str, Callable[..., object]] = {
     **_METHODS,
     **{kind.__name__: kind for kind in (Plan, Every, Never, Nested, Quadratic, Streaming)},
     **{kind.__name__: kind for kind in (Nesterov, Optim, World, Groups)},
-    **{kind.__name__: kind for kind in (Exact, Cast, LowRank, Quantized, TopK)},
+    **{kind.__name__: kind for kind in (Exact, Cast, LowRank, Quantized, TopDCT, TopK)},
     **{kind.__name__: kind for kind in (ErrorFeedback, ByShape, ByName)},
 }
 """What a text may call."""

@@ -17,11 +17,14 @@ from torch.optim import Optimizer
 from laconic.checks.agreement import agree, difference, parameter_facts
 from laconic.checks.digests import DivergenceCheck
 from laconic.checks.finite import NonFinite, NonFiniteCheck, check_policy
+from laconic.codecs import TopDCT
+from laconic.codecs.feedback import contains
 from laconic.comm.groups import Given, GroupWithQueue, Levels, whole_of
 from laconic.comm.queue import CollectiveQueue
 from laconic.comm.timeout import run_in_thread
 from laconic.errors import DisagreementError
 from laconic.ledger import Ledger
+from laconic.optim import DeMo
 from laconic.plans.plan import Plan
 from laconic.plans.text import plan as parse_plan
 from laconic.session.ddp import DDPPath, check_ddp_model
@@ -162,6 +165,7 @@ def attach(
         for queue in filter(None, (known.world, known.shards)):
             agree(queue, "what is attached", facts)
         warn_of_learning_rates(known.world, optimizers)
+        warn_of_momentum(plan, optimizers)
         known.prepare(plan.levels)
         path: GradientPath
         if units:
@@ -301,6 +305,27 @@ def warn_of_learning_rates(queue: CollectiveQueue, optimizers: Sequence[Optimize
     found = difference(queue, rates)
     if found is not None:
         logger.warning("attach: %s. Workers go on with different learning rates.", found)
+
+
+def warn_of_momentum(plan: Plan, optimizers: Sequence[Optimizer]) -> None:
+    """Log a warning if gradients get momentum twice, in the codec and in an optimizer, or not at all."""
+    in_codec = contains(plan.codec, TopDCT) and not plan.local
+    for each in optimizers:
+        name, signs = type(each).__name__, isinstance(each, DeMo)
+        plain = isinstance(each, torch.optim.SGD) and not any(group["momentum"] for group in each.param_groups)
+        if in_codec and not signs and not plain:
+            logger.warning(
+                "attach: the codec of %r keeps the momentum, and %s keeps moments of its own. Such plans are made for "
+                "laconic.optim.DeMo(params, lr=...).",
+                plan,
+                name,
+            )
+        if signs and not in_codec:
+            logger.warning(
+                "attach: DeMo steps by the sign of what %r delivers, without momentum: no codec keeps any. It is made "
+                "for laconic.demo().",
+                plan,
+            )
 
 
 def sync_initial_weights(live: LiveModel, queue: CollectiveQueue, sync_initial: bool | None, bare: bool) -> None:

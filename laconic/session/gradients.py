@@ -12,8 +12,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from laconic.checks.finite import NonFiniteCheck
 from laconic.checks.headers import Headers
-from laconic.codecs import Codec, Exact
-from laconic.codecs.feedback import has_feedback, residuals_by_name, return_to_residual
+from laconic.codecs import Codec, Exact, TopDCT
+from laconic.codecs.feedback import contains, has_feedback, residuals_by_name, return_to_residual
 from laconic.codecs.routing import routed
 from laconic.comm.averaging import write
 from laconic.comm.groups import Levels
@@ -116,8 +116,8 @@ class GradientAverager:
             self._scale.begin_step()
 
     def chosen(self, codec: Codec, queue: CollectiveQueue) -> Codec:
-        """Return the codec that runs: a worker alone has no peer to save bytes for."""
-        chosen = Exact() if queue.workers == 1 else routed(codec)
+        """Return the codec that runs: a worker alone has no peer to save bytes for, but it keeps its momentum."""
+        chosen = routed(codec) if queue.workers > 1 or contains(codec, TopDCT) else Exact()
         for wrap in self.wraps if queue is self.levels.world else ():
             chosen = wrap(chosen)
         return chosen

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.ddp_comm_hooks.batched import Batched
-from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopK
+from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopDCT, TopK
 from laconic.exchange import Averaged
 from tests.laws.world import World
 
@@ -23,6 +23,7 @@ QUICK: list[Codec] = [
     ByShape(ErrorFeedback(LowRank(rank=2, bits=4)), rest=ErrorFeedback(Quantized(4))),  # 4 bits × factors: power_sgd()
     ErrorFeedback(Quantized(2, block=8)),  # 2 bits × feedback × small blocks
     ByShape(ErrorFeedback(TopK(0.1, chunk=64, bits=2)), rest=ErrorFeedback(Quantized(4))),  # sparse × 2 bits × feedback
+    ErrorFeedback(TopDCT(0.1, chunk=16), decay=0.99),  # DCT × 4 bits × feedback that forgets: demo()
     Batched(ErrorFeedback(LowRank(rank=1))),  # batched × feedback
 ]
 """One codec of each kind. The tests of all others are marked slow."""
@@ -49,11 +50,14 @@ CODECS: list[Codec] = [
     ErrorFeedback(Quantized(4, block=16, rounding="stochastic")),  # stochastic × feedback × small blocks
     ByShape(TopK(0.1, chunk=64)),  # sparse × all bits × no feedback
     ErrorFeedback(ByShape(TopK(0.1, chunk=64), rest=Quantized(4))),  # sparse × feedback outside routing
+    TopDCT(0.25, bits=None),  # DCT × all bits × no feedback
+    ErrorFeedback(TopDCT(0.05, chunk=7, bits=8)),  # DCT × 8 bits × feedback × uneven blocks
+    ErrorFeedback(ByShape(LowRank(rank=1), rest=TopDCT(0.1, bits=2))),  # DCT × 2 bits × routing
     # routing by name × one codec of each kind
     ByName({"*.weight": ErrorFeedback(LowRank(rank=1)), "b*": Cast("bf16")}, rest=ErrorFeedback(Quantized(8))),
 ]
 """Chosen by pairs: each comment says which pairs of features its codec adds to those above it."""
-FEW_BITS = [codec for codec in CODECS if any(word in repr(codec) for word in ("Quantized", "bits=", "TopK"))]
+FEW_BITS = [codec for codec in CODECS if any(word in repr(codec) for word in ("Quantized", "bits=", "TopK", "TopDCT"))]
 """Codecs that round numbers to few bits, or drop some: even for vectors, and by shards, which one worker does not."""
 TENSOR_BY_TENSOR = [codec for codec in CODECS if "Batched" not in repr(codec)]
 """Codecs that encode each tensor by itself. `Batched` makes one matrix of all tensors."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import laconic
-from laconic.codecs import ByShape, Codec, ErrorFeedback, LowRank, Quantized, TopK
+from laconic.codecs import ByShape, Codec, ErrorFeedback, LowRank, Quantized, TopDCT, TopK
 from laconic.exchange import State
 from tests.laws.world import averaged, residuals, same_bits, true_mean
 
@@ -18,6 +18,7 @@ CODECS: list[Codec] = [
     Quantized(4, rounding="stochastic"),
     Quantized(1, block=64),
     ByShape(TopK(0.1, chunk=64, bits=2), rest=Quantized(4)),
+    *(TopDCT(0.1, chunk=16, bits=bits) for bits in (None, 8, 4, 2)),
     ByShape(LowRank(2, bits=4), rest=Quantized(4)),
 ]
 
@@ -104,3 +105,11 @@ def test_residuals_are_bounded_over_3000_steps_of_different_data(codec: Codec) -
         averaged(ErrorFeedback(codec), inputs, states)
         norms.append(max(float(residual.norm()) for state in states for residual in residuals(state).values()))
     assert max(norms[2000:]) < 1.5 * max(norms[200:1000])
+
+
+@pytest.mark.parametrize("codec", [TopK(0.03), TopK(0.03, bits=2), TopDCT(0.03, bits=None), TopDCT(0.03)], ids=repr)
+def test_a_single_row_can_be_sent(codec: Codec) -> None:
+    given = [{"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(seed))} for seed in range(2)]
+    states: list[State] = [{}, {}]
+    for end, state, x in zip(averaged(ErrorFeedback(codec), given, states), states, given, strict=True):
+        torch.testing.assert_close(end.own()["w"] + residuals(state)["w"], x["w"], rtol=0, atol=1e-5)

@@ -210,9 +210,10 @@ class Oracle:
         }
         if not finite(mean.values()):
             return None
-        if self.known.lossy and not self.known.local and len(members) > 1:
+        encodes = len(members) > 1 or self.known.decay < 1  # a worker alone keeps its momentum
+        if self.known.lossy and not self.known.local and encodes:
             delivered = {name: g.to(mean[name].dtype) for name, g in reports[0].delivered.items() if name in mean}
-            self.kept.add(mean, delivered)
+            self.kept.add(mean, delivered, forgotten=self._forgotten(mean))
             return delivered
         for worker in members:
             for name, carried in self.carried[worker].items():
@@ -347,7 +348,8 @@ class Oracle:
 
     def _forgotten(self, names: Iterable[str]) -> Gradients:
         """Return what a decay takes from the residuals before they are sent again, in the mean of the workers."""
-        decaying = [name for name in names if self.params()[name].numel() >= 4096 and name in self.residual]
+        large = [name for name in names if self.params()[name].numel() >= self.known.decays_from]
+        decaying = [name for name in large if name in self.residual]
         return {name: (1 - self.known.decay) * self.residual[name] for name in decaying}
 
     def _own(self, worker: int, names: Iterable[str]) -> Gradients:

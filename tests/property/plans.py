@@ -42,7 +42,9 @@ class Known:
     """The relative error of one delivery that no residual takes up; 0 for a plan that is exact."""
     anchored: bool = False
     decay: float = 1.0
-    """What is left of a residual at its next average, of tensors of at least a chunk of 4096 numbers."""
+    """What is left of a residual at its next average."""
+    decays_from: int = 4096
+    """Of tensors of at least so many numbers."""
     wide: bool = False
     """Whether it compresses only what is large."""
 
@@ -163,6 +165,7 @@ LOSSY = {
 DEFAULTS = {
     "quantized_ddp()": Known(laconic.quantized_ddp(), lossy=ROUNDING),
     "power_sgd()": Known(laconic.power_sgd(), lossy=ROUNDING, wide=True),
+    "demo()": Known(laconic.demo(), lossy=ROUNDING, decay=0.999, decays_from=1),
     'frugal("30x")': _streamed(laconic.frugal("30x"), 2, 2),
     'frugal("60x")': _streamed(laconic.frugal("60x"), 4, 4),
     'frugal("120x", delay=1)': _streamed(laconic.frugal("120x", delay=1), 8, 4, delay=1),

@@ -39,7 +39,11 @@ class Run:
     def __init__(self, text: str, way: str, bucket_mb: float) -> None:
         self.module = Layers()
         self.model: nn.Module = self.module if way == "bare" else DDP(self.module, bucket_cap_mb=bucket_mb)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer: torch.optim.Optimizer = (
+            laconic.optim.DeMo(self.model.parameters(), lr=0.1)
+            if text.startswith("demo")
+            else torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        )
         self.method: Any = None
         if way == "twin":
             self.method = PowerSGDState(None, **eval(text), start_powerSGD_iter=2, min_compression_rate=2)  # noqa: S307
@@ -81,6 +85,7 @@ TWIN = [
     ("text", "way", "bucket_mb"),
     [
         ("power_sgd(rank=2, bits=None)", "ddp", 2.0),
+        ("demo()", "ddp", 1.2),
         *[
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
@@ -88,6 +93,7 @@ TWIN = [
                 ("power_sgd()", "ddp", 25.0),
                 ("power_sgd(rank=2, feedback=False)", "ddp", 1.2),
                 ("power_sgd()", "bare", 0),
+                ("demo(bits=8)", "bare", 0),
                 ("power_sgd(rank=4, bits=None)", "bare", 0),
                 *[(text, "twin", 1.2) for text in TWIN],
             ]

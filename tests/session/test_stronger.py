@@ -55,6 +55,7 @@ NAMED = {
     "diloco": ["", "group=2", "codec=Quantized(1)"],
     "streaming_diloco": ["", "mix=0.5, delay=3, codec=ErrorFeedback(Quantized(1))"],
     "qsr": ["0.02"],
+    "demo": ["", "bits=2, fraction=0.01"],
     "sparse_loco": ["", "period=1"],
     "frugal": ['"2x"', '"8x"', '"16x"', '"120x", delay=1', '"1000x"'],
 }

@@ -27,6 +27,7 @@ CODECS = (
     "ErrorFeedback(LowRank(rank=2))",
     "ErrorFeedback(LowRank(rank=2, rounds='alternating'))",
     "ByShape(ErrorFeedback(LowRank(rank=4, bits=4)), rest=ErrorFeedback(Quantized(4)))",
+    "ErrorFeedback(TopDCT(0.05, chunk=16), decay=0.9)",
     "ByShape(ErrorFeedback(TopK(0.06, bits=2), decay=0.95), rest=ErrorFeedback(Quantized(4)))",
 )
 SCHEDULES = (
@@ -41,6 +42,7 @@ METHODS = (
     "ddp()",
     "alone()",
     "power_sgd()",
+    "demo()",
     "diloco(period=2, lr=0.7, momentum=0.9, group=2)",
     "post_local_sgd(period=2, group=2)",
     "hierarchical_sgd({1: 2, 2: 4})",
