@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopK
+from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopK
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Every, Never, Streaming
@@ -125,7 +125,7 @@ def predict(plan: Plan, training: Training, cells: Sequence[Cell] | None = None)
     >>> predict(parse_plan("ddp()"), Training(width=128))
     Kept(value=1.0, low=1.0, high=1.0)
     """
-    if not plan.local and isinstance(plan.codec, Exact):
+    if not plan.local and isinstance(plan.codec, Exact | Cast):
         return Kept(1.0, 1.0, 1.0)
     if isinstance(plan.schedule, Never) and plan.topology.inner is None:
         return Kept(0.0, 0.0, 0.0)

@@ -75,14 +75,17 @@ def test_codec_time_makes_a_break_even():
         _of("ddp()").timeline(network).step_s, rel=1e-3
     )
     assert costly.needs_bps(0.99) is None  # no link is fast enough
-    assert _of("diloco(period=8)").break_even_bps(_of("ddp()")) is None  # nothing is known that it costs
+    unknown = _of("diloco(period=8, momentum=0.9)")
+    assert unknown.break_even_bps(_of("ddp()")) is None  # nothing is known that it costs
 
 
 def test_progress_lies_between_ddp_and_alone():
     assert _of("ddp()").steps_factor == 1
     assert _of("alone()").steps_factor == pytest.approx(4**0.75)
-    assert _of("frugal('120x')").steps_factor == pytest.approx(1 / (0.8 + 0.2 / 4**0.75))
-    assert _of("diloco(period=8)").steps_factor is None
+    some = _of("frugal('120x')")
+    assert some.kept is not None and 0.2 < some.kept < 1
+    assert some.steps_factor == pytest.approx(1 / (some.kept + (1 - some.kept) / 4**0.75))
+    assert _of("diloco(period=8, momentum=0.9)").steps_factor is None
 
 
 @pytest.mark.slow
