@@ -5,6 +5,8 @@
     python benchmarks/trainings.py --trainings prose cnn --plans "power_sgd(rank=8)" --seeds 0
     python benchmarks/trainings.py --tune prose                 # the learning rate of `ddp()`
     python benchmarks/trainings.py --table                      # what is in the file of results, and no runs
+    python benchmarks/trainings.py --left-out                   # how well each training is predicted from the others
+    python benchmarks/trainings.py --record                     # write what `laconic plan` predicts from
 
 Each run is four workers in one process, as threads of the simulator: sessions run unchanged, and the collectives have
 the bits of gloo's. `--processes` runs one with real processes over gloo instead, to check that. Learning rates are
@@ -48,6 +50,7 @@ from torch.nn import functional as F
 import laconic
 from laconic.tools.lab import text
 from laconic.tools.lab.models import GPT
+from laconic.tools.planner import quality
 from laconic.tools.simulate.in_process import InProcessWorld
 
 WORKERS = 4
@@ -55,6 +58,7 @@ CONTEXT = 64
 POINTS = 10
 """How often a run is validated."""
 CACHE = Path(__file__).parents[1] / "build" / "trainings"
+RECORD = Path(quality.__file__).with_suffix(".json")
 """What is computed once: digits, a pretrained model."""
 
 Batch = tuple[Tensor, Tensor]
@@ -356,6 +360,8 @@ class Found:
     bytes: int
     ddp_bytes: float
     seconds: float
+    noise: float | None = None
+    """The gradient noise in batches of one worker, under `ddp()`."""
     torch: str = field(default_factory=lambda: torch.__version__)
 
 
@@ -386,7 +392,14 @@ class Worker:
 
     def train(self, group: Any, meet: Callable[[], None], validate: Callable[[int], None]) -> laconic.Session:
         """Train; `meet` waits for all workers, and `validate` is called by the first of them."""
-        session = laconic.attach(self.plan, self.model, self.optimizers, group=group, clip_norm=self.training.clip)
+        session = laconic.attach(
+            self.plan,
+            self.model,
+            self.optimizers,
+            group=group,
+            clip_norm=self.training.clip,
+            observers=[laconic.Guard("warn")] if self.plan == laconic.ddp() else [],  # it measures the noise
+        )
         meet()  # sessions are listed in one place
         points = {round(self.steps * (point + 1) / POINTS) for point in range(POINTS)}
         for step in range(1, self.steps + 1):
@@ -440,7 +453,8 @@ def simulate(run: Run) -> Found:
     session = sessions[0]
     whole = laconic.sent_bytes(laconic.ddp(), session.parameters, WORKERS) * workers[0].steps
     seconds = time.perf_counter() - began
-    found = Found(repr(session.plan), curve[-1][1], curve, session.ledger.wire_bytes, whole, seconds)
+    noise = None if session.health is None else session.health.noise
+    found = Found(repr(session.plan), curve[-1][1], curve, session.ledger.wire_bytes, whole, seconds, noise)
     for each in sessions.values():
         each.detach()
     return found
@@ -572,6 +586,62 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+# Predictions.
+
+
+def cells_of(found: Sequence[Mapping[str, Any]]) -> list[quality.Cell]:
+    """What each plan keeps of each training at its own learning rate, in the mean over seeds."""
+    runs: dict[tuple[str, int | None, str], list[Mapping[str, Any]]] = {}
+    for each in kept_of(found):
+        if each["lr"] == 1 and each["plan"] not in ("ddp()", "alone()"):
+            runs.setdefault((each["training"], each["steps"], each["plan"]), []).append(each)
+    noise: dict[str, list[float]] = {}
+    for each in found:
+        if each.get("noise") is not None:
+            noise.setdefault(each["training"], []).append(each["noise"])
+    cells = []
+    for (name, steps, plan), some in runs.items():
+        training = TRAININGS[name]
+        of = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}[training.optimizers.__name__]
+        width = quality.width_of({n: p for n, p in training.model(0).named_parameters() if p.requires_grad})
+        mean = round(statistics.fmean(noise[name]), 1) if name in noise else None
+        facts = quality.Training(round(width, 1), steps or training.steps, of, mean)  # type: ignore[arg-type]
+        kept = statistics.fmean(each["kept"] for each in some)
+        label = name if steps is None else f"{name}, {steps} steps"
+        cells.append(quality.Cell(label, facts, plan, round(some[0]["fewer"], 1), round(kept, 3), len(some)))
+    return cells
+
+
+def record(cells: Sequence[quality.Cell], path: Path) -> None:
+    """Write the cells to the file that the planner reads."""
+    trainings: dict[str, Any] = {}
+    for each in cells:
+        of = trainings.setdefault(each.name, {"training": asdict(each.training), "plans": {}})
+        of["plans"][each.plan] = {"kept": each.kept, "fewer": each.fewer, "seeds": each.seeds}
+    write(path, lambda place: place.write_text(json.dumps({"trainings": trainings}, indent=1) + "\n") and None)
+
+
+def left_out(cells: Sequence[quality.Cell]) -> str:
+    """Predict the cells of each training from all others; return a table, and how many are within 15 points."""
+    rows, within, inside, known = (
+        ["| training | plan | kept | predicted | interval |", "|---|---|---|---|---|"],
+        0,
+        0,
+        0,
+    )
+    for each in cells:
+        others = [other for other in cells if other.name.split(",")[0] != each.name.split(",")[0]]
+        found = quality.predict(laconic.plan(each.plan), each.training, others)
+        if found is None:
+            continue
+        known += 1
+        within += abs(found.value - each.kept) <= 0.15
+        inside += found.low <= each.kept <= found.high
+        interval = f"{found.low:.0%} to {found.high:.0%}"
+        rows.append(f"| {each.name} | `{each.plan}` | {each.kept:.0%} | {found.value:.0%} | {interval} |")
+    return "\n".join([*rows, "", f"{within} of {known} within 15 points, {inside} of {known} inside the interval"])
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -584,11 +654,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("build/trainings.jsonl"))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--left-out", action="store_true")
+    parser.add_argument("--record", action="store_true")
     parser.add_argument("--tune", action="store_true", help="ddp() and alone() alone, at several learning rates")
     parser.add_argument("--processes", action="store_true", help="check a run beside real processes")
     options = parser.parse_args()
     if options.table:
         print(table(lines(options.json)))
+        return
+    if options.left_out or options.record:
+        cells = cells_of(lines(options.json))
+        print(left_out(cells))
+        if options.record:
+            record(cells, RECORD)
         return
     names = [name for name in options.trainings if not options.quick or name in QUICK]
     seeds = options.seeds[:1] if options.quick else options.seeds

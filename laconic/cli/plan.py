@@ -19,10 +19,11 @@ from laconic.tools.launch.links import Link
 from laconic.tools.launch.links import link as parse_link
 from laconic.tools.planner.auto import auto
 from laconic.tools.planner.forecast import Forecast
-from laconic.tools.planner.front import PLANS, SOURCE
+from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.network import ComputedNetwork, MeasuredNetwork
 from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.planner.probe_data import MACHINE, Probe, ProbeError
+from laconic.tools.planner.quality import STEPS, Kept, OptimizerKind
 from laconic.tools.planner.shapes import Shapes, from_count, from_file, from_module
 from laconic.tools.units import BYTES, COUNT, DURATION, human_bytes, parse, rate_text, share
 
@@ -31,6 +32,7 @@ OUTCOME = ("sent\na step", "step", "computing", "kept", "sooner\nthan ddp", "tha
 """The columns that decide: "sooner" is to the same loss."""
 DETAILS = ("exposed", "steps faster\nthan ddp", "memory", "break-even", "timeout")
 MOST_LAYERS = 10_000
+NAMES: dict[OptimizerKind, str] = {"adam": "Adam or its like", "sgd": "SGD", "muon": "Muon"}
 ONE_TABLE = 135
 """The width of a terminal in which all columns fit into one table."""
 
@@ -64,6 +66,10 @@ def plan(
     step: Annotated[
         str | None, typer.Option(help="A step without communication, such as 250ms.", rich_help_panel=_MODEL)
     ] = None,
+    steps: Annotated[int, typer.Option(help="Steps of the whole training.", rich_help_panel=_MODEL)] = STEPS,
+    optimizer: Annotated[
+        OptimizerKind, typer.Option(help="The kind of optimizer that trains it.", rich_help_panel=_MODEL)
+    ] = "adam",
     workers: Annotated[int | None, typer.Option(help="Workers.", rich_help_panel=_NETWORK)] = None,
     link: Annotated[
         str | None,
@@ -85,6 +91,7 @@ def plan(
     """
     plans = [parse_plan(text) for text in plan or ()] or PLANS
     check_count("workers", workers)
+    check_count("steps", steps)
     if auto() in plans:
         raise UsageError(
             "--plan auto: it measures a training and then chooses one of the plans that are compared without --plan. "
@@ -100,7 +107,7 @@ def plan(
     if noise is not None and not (isfinite(noise) and noise >= 0):
         raise UsageError(f"--noise {noise}: it must be 0 or more, such as 3.5: a guard measures it as it trains.")
     step_s, spread = _step_s(step, measured), _spread(measured)
-    scenario = Scenario(found, count, network, step_s, codec_s, machine, spread, bare, noise)
+    scenario = Scenario(found, count, network, step_s, codec_s, machine, spread, bare, noise, steps, optimizer)
     try:
         forecast = Forecast(plans, scenario)
     except ValueError as error:
@@ -110,7 +117,10 @@ def plan(
         return
     console = PipedConsole(width=None if sys.stdout.isatty() else ONE_TABLE)
     console.print(*forecast_tables(forecast, console.width, limit))
-    notes = [f"kept: {SOURCE}."]
+    notes = [
+        f"kept: predicted for {steps} steps with {NAMES[optimizer]}, and its interval for nine of ten trainings, from "
+        "the trainings in docs/quality.md; - where nothing like it was measured."
+    ]
     if noise is not None:
         notes.append(f"{count} workers are worth {scenario.gain:.1f} here: a noise of {noise:g} batches of one worker.")
     unknown = [repr(each.plan) for each in forecast.rows if each.plan.codec != Exact() and each.plan not in codec_s]
@@ -153,7 +163,7 @@ def _cells(forecast: Forecast, each: Prediction, budget_bytes: float | None) -> 
         "sent\na step": human_bytes(each.sent_bytes_per_step),
         "step": f"{each.step_s:.3g} s" if low == high else f"{each.step_s:.3g} s\n{low:.2g} to {high:.2g}",
         "computing": share(each.now.utilisation),
-        "kept": share(each.kept),
+        "kept": _kept(each.predicted),
         "sooner\nthan ddp": _times(each.sooner_than(forecast.ddp)),
         "than\nalone": _times(each.sooner_than(forecast.alone)),
         "exposed": f"{each.now.exposed_s:.3g} s",
@@ -165,6 +175,12 @@ def _cells(forecast: Forecast, each: Prediction, budget_bytes: float | None) -> 
     if budget_bytes is not None:
         cells["within\nbudget"] = "yes" if each.bytes_a_day <= budget_bytes else "no"
     return cells
+
+
+def _kept(found: Kept | None) -> str:
+    if found is None or found.low == found.high:
+        return share(None if found is None else found.value)
+    return f"{share(found.value)}\n{share(found.low)} to {share(found.high)}"
 
 
 def _times(value: float | None) -> str:

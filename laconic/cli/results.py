@@ -26,7 +26,16 @@ def closing_table(outcomes: Sequence[Outcome]) -> Table:
     seconds = "seconds" if first.until_loss is None else f"seconds\nto {first.until_loss:g}"
     seconds += "" if first.clock == "measured" else "\n(computed)"
     between = ["between\ngroups"] if levels else []
-    headings = ("plan", f"{first.loss_of} loss", "kept", "sent\nby each", *between, "fewer", seconds, *target)
+    headings = (
+        "plan",
+        f"{first.loss_of} loss",
+        "kept",
+        "sent\nby each",
+        *between,
+        "fewer\nthan fp32",
+        seconds,
+        *target,
+    )
     rows = [
         (
             outcome.label + ("\nno better than alone()" if no_better_than_alone(outcome, outcomes) else ""),

@@ -9,16 +9,20 @@ import math
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
-from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopDCT, TopK
+from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopDCT, TopK
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Buffers, OptimizerState, Plan
 from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming
 from laconic.plans.topology import Groups, Topology, World
 
 
-def ddp() -> Plan:
-    """Average gradients exactly at every step, as DDP does."""
-    return Plan()
+def ddp(dtype: Literal["bf16", "fp16"] | None = None) -> Plan:
+    """Average gradients exactly at every step, as DDP does; with a `dtype`, rounded to it, in half the bytes of fp32.
+
+    >>> ddp("bf16")
+    ddp(dtype='bf16')
+    """
+    return Plan() if dtype is None else Plan(codec=Cast(dtype))
 
 
 def alone() -> Plan:

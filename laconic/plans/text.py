@@ -87,6 +87,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
     if bits in (1, 2) and isinstance(period, int):
         found["bytes"] = f"{(32 // bits - 1) * period}x"  # of the values that mean this plan, a round one
     return found | {
+        "dtype": found.get("to"),
         "codec": plan.codec,
         "group": plan.topology.inner,
         "buffers": plan.buffers,

@@ -91,6 +91,7 @@ def test_equal_reprs_mean_equal_plans_and_equal_plans_have_equal_hashes(a: Plan,
 
 PRINTED = {
     "ddp()": ddp(),
+    "ddp(dtype='bf16')": ddp("bf16"),
     "alone()": alone(),
     "Plan(schedule=Never(), topology=Groups(size=2))": Plan(Never(), topology=Groups(2)),
     "diloco(period=1, codec=Cast(to='bf16'))": Plan(Every(1, of="weights"), Cast("bf16")),
@@ -119,7 +120,6 @@ PRINTED = {
     "post_local_sgd(start=500, period=8)": Plan(Every(8, 500)),
     "post_local_sgd(period=8)": Plan(Every(8)),
     "Plan(schedule=Every(start=5))": Plan(Every(start=5)),
-    "Plan(codec=Cast(to='bf16'))": Plan(codec=Cast("bf16")),
     "Plan(codec=Exact(wide=True))": Plan(codec=Exact(wide=True)),
     "Plan(codec=ByShape(codec=LowRank(rank=2), rest=Cast(to='fp16')))": Plan(
         codec=ByShape(LowRank(2), rest=Cast("fp16"))
@@ -226,7 +226,7 @@ RULES = {
         "'Plan(Codec=Exact())': Plan: got an unexpected keyword argument 'Codec'. "
         "It is Plan(schedule, codec, outer, topology, buffers='average', optimizer_state='keep')."
     ),
-    "ddp(4)": "'ddp(4)': ddp: too many positional arguments. It is ddp().",
+    "ddp(4)": "'ddp(4)': Cast(4): the type must be \"bf16\" or \"fp16\". To send all bits, use Exact().",
     "power_sgd(rank=0)": ("'power_sgd(rank=0)': LowRank(rank=0): rank must be at least 1. To send all, use Exact()."),
     "power_sgd(start=0)": (
         "'power_sgd(start=0)': Every(start=0): start must be a whole number of at least 1, as steps count from 1."

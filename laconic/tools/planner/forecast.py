@@ -9,7 +9,6 @@ from typing import Any
 from laconic.noise import LEAST_WORTH
 from laconic.plans.methods import alone, ddp
 from laconic.plans.plan import Plan
-from laconic.tools.planner.front import MEASURED_PARAMETERS, SOURCE
 from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.units import rate_text, share
 
@@ -46,6 +45,8 @@ class Forecast:
             "compute_s": s.compute_s,
             "noise": s.noise,
             "gain": s.gain,
+            "steps": s.steps,
+            "optimizer": s.optimizer,
             "rows": [self._row(each, budget_bytes) for each in self.rows],
             "advice": self.advice,
         }
@@ -67,8 +68,8 @@ class Forecast:
             "speedup_over_ddp": self.ddp.step_s / each.step_s,
             "memory_bytes": each.memory_bytes,
             "kept": each.kept,
-            "kept_source": None if each.measured is None else f"{SOURCE}; seeds: {each.measured.seeds}",
-            "kept_model_ratio": self.scenario.shapes.parameters / MEASURED_PARAMETERS,
+            "kept_low": None if each.predicted is None else each.predicted.low,
+            "kept_high": None if each.predicted is None else each.predicted.high,
             "steps_factor": each.steps_factor,
             "sooner_than_ddp": each.sooner_than(self.ddp),
             "sooner_than_alone": each.sooner_than(self.alone),

@@ -19,8 +19,8 @@ from laconic.packing import in_parts
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never, Payload, Streaming, Sync
-from laconic.tools.planner.front import Measured, measured
 from laconic.tools.planner.network import NetworkTimes
+from laconic.tools.planner.quality import STEPS, Kept, OptimizerKind, Training, predict, width_of
 from laconic.tools.planner.shapes import Shapes
 from laconic.tools.planner.timeline import Message, Timeline, released_s, timeline
 
@@ -66,6 +66,7 @@ class Scenario:
     `compute_s` is a step without communication. `codec_s` has the seconds in which a plan's codec encodes and decodes
     the whole model. `machine` is the number of workers of one machine. A `bare` model is not in DDP: its gradients are
     sent after the backward pass. `spread` has the lowest and highest time of what was measured, relative to the middle.
+    `steps` is the length of the training, and `optimizer` the kind of its optimizer: what plans keep depends on both.
     """
 
     shapes: Shapes
@@ -78,6 +79,8 @@ class Scenario:
     bare: bool = False
     noise: float | None = None
     """The gradient noise scale, in batches of one worker (`laconic.Health`); None if it is unknown."""
+    steps: int = STEPS
+    optimizer: OptimizerKind = "adam"
 
     @property
     def gain(self) -> float:
@@ -218,14 +221,15 @@ class Prediction:
     # What it does to the loss.
 
     @cached_property
-    def measured(self) -> Measured | None:
-        """What was measured of the loss under this plan."""
-        return measured(self.plan)
+    def predicted(self) -> Kept | None:
+        """What the plan keeps of DDP's improvement over no communication; None if nothing like it was measured."""
+        s = self.scenario
+        return predict(self.plan, Training(width_of(s.shapes.tensors), s.steps, s.optimizer, s.noise))
 
     @property
     def kept(self) -> float | None:
-        """The fraction of DDP's improvement over no communication that the plan keeps; None if it was not measured."""
-        return None if self.measured is None else self.measured.kept
+        """The middle of what it keeps; None if nothing like it was measured."""
+        return None if self.predicted is None else self.predicted.value
 
     @property
     def steps_factor(self) -> float | None:

@@ -1,0 +1,234 @@
+"""What a plan keeps of a training, predicted from the trainings that were measured (`quality.json`).
+
+    kept = (loss of alone() - loss of the plan) / (loss of alone() - loss of ddp()), after equal steps
+
+Plans of one family lose alike. For each family a straight line is fitted, where `strength` is the rank of factors, or
+the steps between two rounds of weights:
+
+    log(0.1 + lost) = a + b log(strength) + c log(width) + d log(steps) + e [SGD] + f log(noise)        lost = 1 - kept
+
+It is fitted by least squares, and b to f are pulled to 0, so that few trainings are enough. Where the gradient noise is
+unknown (`noise.py`), a line without it is fitted. The interval is for nine of ten trainings like the measured ones.
+What is far from all of them has no prediction.
+`benchmarks/trainings.py --record` writes the file, and docs/quality.md says how well training left out are predicted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopK
+from laconic.plans.outer import Nesterov
+from laconic.plans.plan import Plan
+from laconic.plans.schedules import Every, Never, Streaming
+from laconic.plans.text import plan as parse_plan
+
+OptimizerKind: TypeAlias = Literal["adam", "sgd", "muon"]
+OPTIMIZERS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)
+STEPS = 1000
+"""The length of a training that does not say its own."""
+FAR = 5.0
+"""How many times a width, a number of steps or a strength may lie outside of what was measured."""
+SOFT, MOST_LOST = 0.1, 2.0
+"""Losses below the first are told apart less and less: seeds differ by as much. Of more than 200 %, none is of use."""
+MOST_NOISE = 64.0
+"""Under so much noise or more, the workers' gradients have next to nothing in common."""
+PULL = 1.0
+"""How much the slopes are pulled to 0: as one training would."""
+LEAST_TRAININGS = 4
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is known of a training: the width of its matrices, its number of steps, the kind of its optimizer.
+
+    And the gradient noise in batches of one worker, if it was measured.
+    """
+
+    width: float
+    steps: int = STEPS
+    optimizer: OptimizerKind = "adam"
+    noise: float | None = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a plan keeps, and the interval in which it is for nine of ten trainings."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one plan kept of one training, in the mean over `seeds`."""
+
+    name: str
+    training: Training
+    plan: str
+    fewer: float
+    kept: float
+    seeds: int = 1
+
+
+def width_of(tensors: Mapping[str, Tensor]) -> float:
+    """Return the width of a model: the mean of the smaller sides of its matrices, by their numbers.
+
+    >>> width_of({"up": torch.empty(512, 128), "bias": torch.empty(512)})
+    128.0
+    """
+    matrices = [t for t in tensors.values() if t.dim() > 1 and t.numel()]
+    numbers = sum(t.numel() for t in matrices)
+    logs = (t.numel() * math.log2(min(t.shape[0], t[0].numel())) for t in matrices)
+    return 2 ** (sum(logs) / numbers) if numbers else 1.0
+
+
+def family_of(plan: Plan, width: float = math.inf) -> tuple[str, float] | None:
+    """Return the family of a plan and its strength; None if no plan like it was measured.
+
+    A low rank that a matrix of this width is too small for sends few bits.
+    """
+    codec, feedback = _inside(plan.codec)
+    if isinstance(plan.schedule, Never) or plan.topology.inner is not None:
+        return None
+    if not plan.local:
+        few = isinstance(codec, Quantized) and codec.bits >= 4
+        if few or (isinstance(codec, LowRank) and codec.rank * 4 >= width and codec.bits):
+            return ("few bits", 1.0) if feedback else None
+        if isinstance(codec, LowRank) and feedback and codec.rounds == "two":
+            return "low rank", float(codec.rank)
+        return None
+    if not isinstance(plan.schedule, Every | Streaming) or plan.outer != Nesterov(lr=1.0, momentum=0.0):
+        return None
+    if getattr(plan.schedule, "mix", None) is not None:
+        return None
+    if isinstance(codec, Exact) or (isinstance(codec, Quantized) and feedback):
+        return "deltas", float(plan.schedule.period)
+    if isinstance(codec, TopK) and feedback and codec.fraction == 0.06:
+        return "sparse deltas", float(plan.schedule.period)
+    return None
+
+
+def _inside(codec: Codec) -> tuple[Codec, bool]:
+    """Return the codec of matrices without what is around it, and whether there is error feedback."""
+    if isinstance(codec, ByShape):
+        codec = codec.codec
+    return (codec.codec, True) if isinstance(codec, ErrorFeedback) else (codec, False)
+
+
+def predict(plan: Plan, training: Training, cells: Sequence[Cell] | None = None) -> Kept | None:
+    """Predict what a plan keeps; None if nothing like it was measured.
+
+    >>> predict(parse_plan("ddp()"), Training(width=128))
+    Kept(value=1.0, low=1.0, high=1.0)
+    """
+    if not plan.local and isinstance(plan.codec, Exact | Cast):
+        return Kept(1.0, 1.0, 1.0)
+    if isinstance(plan.schedule, Never) and plan.topology.inner is None:
+        return Kept(0.0, 0.0, 0.0)
+    found = family_of(plan, training.width)
+    if found is None:
+        return None
+    noisy = training.noise is not None
+    law = _law(found[0], noisy) if cells is None else fit(found[0], cells, noisy)
+    return None if law is None else law.kept(found[1], training)
+
+
+@dataclass(frozen=True, eq=False)
+class Law:
+    """The fitted line of one family."""
+
+    weights: Tensor
+    """[features]"""
+    spread: Tensor
+    """The covariance of the weights, [features, features], in units of `error`²."""
+    error: float
+    """The standard deviation around the line."""
+    factor: float
+    """How many standard deviations the interval has to each side."""
+    ranges: tuple[tuple[float, float], ...]
+    """The least and the largest strength, width and steps that were measured."""
+    optimizers: frozenset[str]
+
+    def kept(self, strength: float, training: Training) -> Kept | None:
+        """Predict; None far from what was measured."""
+        given = (strength, training.width, training.steps)
+        if training.optimizer not in self.optimizers:
+            return None
+        if not all(low / FAR <= x <= high * FAR for x, (low, high) in zip(given, self.ranges, strict=True)):
+            return None
+        x = _features(strength, training)[: len(self.weights)]
+        middle = float(x @ self.weights)
+        wide = self.factor * self.error * math.sqrt(1 + float(x @ self.spread @ x))
+        lost = [min(MOST_LOST, math.exp(middle + each) - SOFT) for each in (0.0, wide, -wide)]
+        return Kept(*(1 - max(0.0, each) for each in lost))
+
+
+def fit(family: str, cells: Iterable[Cell], noisy: bool = False) -> Law | None:
+    """Fit the line of a family, with the noise if it is known; None where too few trainings were measured."""
+    found = [(each, family_of(parse_plan(each.plan), each.training.width)) for each in cells]
+    known = [(each, its[1]) for each, its in found if its is not None and its[0] == family]
+    known = [(each, strength) for each, strength in known if not noisy or each.training.noise is not None]
+    names = {each.name for each, _ in known}
+    if len(names) < LEAST_TRAININGS:
+        return None
+    x = torch.stack([_features(strength, each.training) for each, strength in known])
+    x = x if noisy else x[:, :-1]
+    lost = torch.tensor([1 - each.kept for each, _ in known], dtype=torch.float64)
+    y = (lost.clamp(0, MOST_LOST) + SOFT).log()
+    pull = PULL * torch.eye(x.shape[1], dtype=torch.float64)
+    pull[0, 0] = 1e-6  # the level itself is free
+    spread = torch.linalg.inv(x.T @ x + pull)
+    weights = spread @ x.T @ y
+    # Plans of one training err together: there are as many degrees of freedom as trainings, less level and slope.
+    free = len(names) - 2
+    error = math.sqrt(float((y - x @ weights).square().mean()) * len(names) / free)
+    ranges = tuple(
+        (min(column), max(column))
+        for column in zip(*((s, each.training.width, each.training.steps) for each, s in known), strict=True)
+    )
+    optimizers = frozenset(each.training.optimizer for each, _ in known)
+    # The interval of nine of ten by Student's t, whose quantile is about 1.645 + 1.52 / degrees of freedom.
+    return Law(weights, spread, error, 1.645 + 1.52 / free, ranges, optimizers)
+
+
+def _features(strength: float, training: Training) -> Tensor:
+    """The numbers that the line weighs, each 0 in the middle of what was measured; the noise is the last."""
+    noise = 16.0 if training.noise is None else min(max(training.noise, 1 / MOST_NOISE), MOST_NOISE)
+    return torch.tensor(
+        [
+            1.0,
+            math.log2(strength / 8),
+            math.log2(training.width / 128),
+            math.log2(training.steps / 300),
+            float(training.optimizer == "sgd"),
+            math.log2(noise / 16),
+        ],
+        dtype=torch.float64,
+    )
+
+
+@cache
+def _law(family: str, noisy: bool) -> Law | None:
+    return fit(family, measured_cells(), noisy)
+
+
+@cache
+def measured_cells() -> tuple[Cell, ...]:
+    """Read what was measured."""
+    found: Any = json.loads(resources.files("laconic.tools.planner").joinpath("quality.json").read_text())
+    return tuple(
+        Cell(plan=plan, training=Training(**each["training"]), name=name, **cell)
+        for name, each in found["trainings"].items()
+        for plan, cell in each["plans"].items()
+    )
