@@ -602,7 +602,7 @@ def cells_of(found: Sequence[Mapping[str, Any]]) -> list[quality.Cell]:
     cells = []
     for (name, steps, plan), some in runs.items():
         training = TRAININGS[name]
-        of = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}[training.optimizers.__name__]
+        of = {"adamw": "adaptive", "sgd": "sgd", "muon": "muon"}[training.optimizers.__name__]
         width = quality.width_of({n: p for n, p in training.model(0).named_parameters() if p.requires_grad})
         mean = round(statistics.fmean(noise[name]), 1) if name in noise else None
         facts = quality.Training(round(width, 1), steps or training.steps, of, mean)  # type: ignore[arg-type]

@@ -206,16 +206,15 @@ class Shards:
         device = next(iter(tensors.values())).device
         self.row, self.shapes = row, {name: t.shape for name, t in tensors.items()}
         owners, counts, keys = [], [], []
-        sizes = torch.zeros(workers, dtype=torch.int64)
+        count_of = {name: -(-shape.numel() // row) for name, shape in self.shapes.items()}
         for name, shape in self.shapes.items():
-            rows, key = -(-shape.numel() // row), zlib.crc32(name.encode())
-            index, bounds = torch.arange(rows, device=device), torch.arange(workers + 1) * rows // workers
-            part = ((index + 1) * workers - 1) // max(1, rows)  # part p ends at bounds[p + 1]
+            rows, key = count_of[name], zlib.crc32(name.encode())
+            index = torch.arange(rows, device=device)
+            part = ((index + 1) * workers - 1) // max(1, rows)  # part p ends at row (p + 1) * rows // workers
             owners.append((part + key) % workers)  # so that small tensors are spread
-            sizes += bounds.diff().roll(key % workers)
             counts += [torch.full((rows - 1,), row), torch.tensor([shape.numel() - (rows - 1) * row])]
             keys.append(index + (key << 24))
-        self.sizes: tuple[int, ...] = tuple(sizes.tolist())
+        self.sizes: tuple[int, ...] = tuple(sizes_of(count_of, workers).tolist())
         self.starts = [0, *accumulate(self.sizes)]
         self.most = max(self.sizes)
         owner, starts = torch.cat(owners), torch.tensor(self.starts, device=device)
@@ -247,6 +246,15 @@ class Shards:
             found[name] = flat[at : at + t.numel()].view(t.shape)
             at += -(-t.numel() // self.row) * self.row
         return found
+
+
+def sizes_of(rows: Mapping[str, int], workers: int) -> Tensor:
+    """Return how many rows each worker owns of tensors of so many rows: of part p, worker p + crc32(name)."""
+    sizes = torch.zeros(workers, dtype=torch.int64)
+    parts = torch.arange(workers + 1)
+    for name, count in rows.items():
+        sizes += (parts * count // workers).diff().roll(zlib.crc32(name.encode()) % workers)
+    return sizes
 
 
 def known_shards(tensors: Tensors, row: int, workers: int, state: State) -> Shards:

@@ -28,9 +28,9 @@ DEFAULTS = {
     "ddp()": 12,
     "quantized_ddp()": 8,
     "power_sgd()": 8,
-    'frugal("30x")': 8,
-    'frugal("60x")': 12,
-    'frugal("120x", delay=1)': 20,
+    "streaming_diloco(2, 2, 0)": 8,
+    "streaming_diloco(4, 4, 0)": 12,
+    "streaming_diloco(8, 4, 1)": 20,
     "diloco()": 34,
     "streaming_diloco()": 36,
     "sparse_loco()": 12,
@@ -53,7 +53,11 @@ OTHERS = {
     'Plan(schedule=Every(5), codec=ErrorFeedback(Cast("bf16")), outer=Optim("AdamW", {"lr": 0.01}))': 20,
 }
 """What else a plan may say. 2 and 4 workers train them."""
-LARGE = ("post_local_sgd(start=5, period=4)", "diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())", 'frugal("60x")')
+LARGE = (
+    "post_local_sgd(start=5, period=4)",
+    "diloco(period=4, lr=0.7, momentum=0.9, codec=Exact())",
+    "streaming_diloco(4, 4, 0)",
+)
 KINDS = ("ddp", "bare", "fsdp")
 """How a model is wrapped. "wide" models have larger matrices; "large bare" has several MB, sent in several pieces."""
 GROUPS = {2: "{2: 1, 4: 2}", 3: "{2: 1, 4: 3}", 4: "{2: 2, 4: 4}"}

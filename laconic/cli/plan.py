@@ -14,6 +14,7 @@ from laconic import plan as parse_plan
 from laconic.cli.tables import PipedConsole, table
 from laconic.cost import meta
 from laconic.plans.plan import Plan
+from laconic.plans.targets import Kind
 from laconic.tools.errors import UsageError, check_count
 from laconic.tools.launch.links import Link
 from laconic.tools.launch.links import link as parse_link
@@ -23,7 +24,7 @@ from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.network import ComputedNetwork, MeasuredNetwork
 from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.planner.probe_data import MACHINE, Probe, ProbeError
-from laconic.tools.planner.quality import STEPS, Kept, OptimizerKind
+from laconic.tools.planner.quality import STEPS, Kept
 from laconic.tools.planner.shapes import Shapes, from_count, from_file, from_module
 from laconic.tools.units import BYTES, COUNT, DURATION, human_bytes, parse, rate_text, share
 
@@ -32,7 +33,7 @@ OUTCOME = ("sent\na step", "step", "computing", "kept", "sooner\nthan ddp", "tha
 """The columns that decide: "sooner" is to the same loss."""
 DETAILS = ("exposed", "steps faster\nthan ddp", "memory", "break-even", "timeout")
 MOST_LAYERS = 10_000
-NAMES: dict[OptimizerKind, str] = {"adam": "Adam or its like", "sgd": "SGD", "muon": "Muon"}
+NAMES: dict[Kind, str] = {"adaptive": "Adam or its like", "sgd": "SGD", "muon": "Muon"}
 ONE_TABLE = 135
 """The width of a terminal in which all columns fit into one table."""
 
@@ -68,8 +69,8 @@ def plan(
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps of the whole training.", rich_help_panel=_MODEL)] = STEPS,
     optimizer: Annotated[
-        OptimizerKind, typer.Option(help="The kind of optimizer that trains it.", rich_help_panel=_MODEL)
-    ] = "adam",
+        Kind, typer.Option(help="The optimizer: adaptive (Adam and its like), sgd or muon.", rich_help_panel=_MODEL)
+    ] = "adaptive",
     workers: Annotated[int | None, typer.Option(help="Workers.", rich_help_panel=_NETWORK)] = None,
     link: Annotated[
         str | None,
@@ -107,7 +108,7 @@ def plan(
     if noise is not None and not (isfinite(noise) and noise >= 0):
         raise UsageError(f"--noise {noise}: it must be 0 or more, such as 3.5: a guard measures it as it trains.")
     step_s, spread = _step_s(step, measured), _spread(measured)
-    scenario = Scenario(found, count, network, step_s, codec_s, machine, spread, bare, noise, steps, optimizer)
+    scenario = Scenario(found, count, network, step_s, codec_s, machine, spread, bare, noise, steps, (optimizer,))
     try:
         forecast = Forecast(plans, scenario)
     except ValueError as error:

@@ -14,7 +14,6 @@ from laconic.cli import options
 from laconic.cli.options import DEFAULT
 from laconic.cli.tables import console, table
 from laconic.cli.view import PLAIN_LINES
-from laconic.cost import meta
 from laconic.tools.errors import UsageError, check_count
 from laconic.tools.lab.models import GPT, ResNet
 from laconic.tools.lab.settings import Lab
@@ -78,7 +77,7 @@ def simulate(
     if time_only:
         if fail:
             raise UsageError(f"--time-only --fail {fail[0]}: the clock alone knows no faults. Use one of them.")
-        shapes = Shapes(meta(_meta_model(settings, place)))
+        shapes = Shapes.of(_meta_model(settings, place))
         times = [TimeOnly(each, shapes, workers, given, machine).run(steps) for each in plans]
         if json:
             _print_json([asdict(each) | {"step_s": each.step_s, "utilisation": each.use.computing} for each in times])

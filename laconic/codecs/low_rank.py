@@ -156,10 +156,12 @@ class LowRank:
         known = factors.q
         if self.warm_start and name in known:
             return known[name]
+        rows, columns = shape[0], shape[1:].numel()
+        if like.device.type == "meta":  # bytes are counted
+            return like.new_empty(columns, min(self.rank, rows, columns), dtype=wide_dtype(like.dtype))
         turn = 0 if self.warm_start else factors.turn(name)
         digest = hashlib.sha256(f"{self.seed}/{name}/{turn}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
-        rows, columns = shape[0], shape[1:].numel()
         dtype = wide_dtype(like.dtype)
         return torch.randn(columns, min(self.rank, rows, columns), generator=generator, dtype=dtype).to(like.device)
 

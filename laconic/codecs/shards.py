@@ -10,7 +10,7 @@ Who owns what depends on names and shapes alone, never on the bucket: a resumed 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from laconic.exchange import AllToAll, Exchange, Gather, Peers, State, Tensors
-from laconic.packing import known_shards
+from laconic.packing import known_shards, sizes_of
 
 
 class Rows(Protocol):
@@ -27,6 +27,10 @@ class Rows(Protocol):
     @property
     def row(self) -> int:
         """The numbers in a row."""
+        ...
+
+    def length(self, count: int) -> int:
+        """Return the bytes of the message of a row of which `count` numbers are not padding."""
         ...
 
     def encode(self, rows: Tensor, counts: Tensor | None, keys: Tensor | None) -> Tensor:
@@ -83,3 +87,11 @@ def reduce_in_shards(
         return shards.tensors(amount, tensors)
 
     return Reduced(shards.tensors(means, tensors), own)
+
+
+def bytes_in_shards(codec: Rows, numels: Mapping[str, int], workers: int) -> int:
+    """Return the bytes that the first worker sends in `reduce_in_shards`, by these numbers of elements."""
+    rows = {name: -(-numel // codec.row) for name, numel in numels.items() if numel}
+    sizes = [int(size) for size in sizes_of(rows, workers)]
+    sent_to_owners, gathered = sum(sizes[1:]), (workers - 1) * max(sizes)
+    return (sent_to_owners + gathered) * codec.length(codec.row)

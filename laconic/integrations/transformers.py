@@ -85,7 +85,7 @@ class LaconicCallback(TrainerCallback):  # type: ignore[misc]
         except BaseException:
             session.detach()
             raise
-        traffic = other_traffic(trainer, given.get("train_dataloader")) if self.plan.local else []
+        traffic = other_traffic(trainer, given.get("train_dataloader")) if session.plan.local else []
         if traffic and state.is_world_process_zero and session.workers > 1:
             logger.warning("%s sends nothing in local steps. The Trainer sends %s.", self.plan, "; ".join(traffic))
 

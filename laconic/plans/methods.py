@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
@@ -34,7 +33,7 @@ def alone() -> Plan:
 
 
 def power_sgd(
-    rank: int = 32,
+    rank: int | None = None,
     bits: int | None = 4,
     start: int = 1,
     min_compression: float = 2,
@@ -42,18 +41,40 @@ def power_sgd(
     feedback: bool = True,
     warm_start: bool = True,
     seed: int = 0,
+    bytes: str | None = None,
 ) -> Plan:
     """Average gradients at every step, each matrix as two thin factors (PowerSGD, arXiv:1905.13727).
 
-    Factors, vectors and small tensors travel in `bits` bits a number; None sends all bits. Steps before `start` average
-    exactly. `rounds="alternating"` sends one factor a step: half the bytes, but far worse losses (docs/quality.md).
+    `rank` is 32 by default. With `bytes`, such as "60x", it is the largest at which at least so many times fewer bytes
+    are sent than by `ddp()` in fp32; `attach` finds it from the model's shapes. Factors, vectors and small tensors
+    travel in `bits` bits a number; None sends all bits. Steps before `start` average exactly. `rounds="alternating"`
+    sends one factor a step: half the bytes, but far worse losses (docs/quality.md).
 
     >>> power_sgd(rank=1, bits=None).codec
     ByShape(codec=ErrorFeedback(codec=LowRank(rank=1)))
+    >>> power_sgd(bytes="60x")
+    power_sgd(bytes='60x')
     """
     if not isinstance(feedback, bool):
         raise ValueError(f"power_sgd(feedback={feedback!r}): feedback must be True or False.")
-    codec: Codec = LowRank(rank, min_compression, rounds, warm_start, seed, bits)
+    if bytes is not None:
+        options = {
+            "bits": bits,
+            "start": start,
+            "min_compression": min_compression,
+            "rounds": rounds,
+            "feedback": feedback,
+            "warm_start": warm_start,
+            "seed": seed,
+        }
+        if rank is not None:
+            raise ValueError(
+                f"power_sgd(rank={rank!r}, bytes={bytes!r}): the rank follows from the bytes. Give one of them."
+            )
+        from laconic.plans.rules import power_sgd_target  # rules.py imports this file
+
+        return power_sgd_target(bytes, options)
+    codec: Codec = LowRank(32 if rank is None else rank, min_compression, rounds, warm_start, seed, bits)
     rest: Codec = Exact() if bits is None else Quantized(bits)
     if feedback:
         codec, rest = ErrorFeedback(codec), rest if bits is None else ErrorFeedback(rest)
@@ -187,42 +208,19 @@ def demo(fraction: float = 0.03, bits: int | None = 4, decay: float = 0.999, chu
 
 
 def frugal(bytes: str = "60x", start: int = 1, delay: int = 0) -> Plan:
-    """Return the best known plan that sends at least so many times fewer bytes than DDP, for any model.
+    """Return the best known plan that sends at least so many times fewer bytes than `ddp()` in fp32, for any model.
 
-    Up to 7.5 times: gradients in 8 or 4 bits. Beyond: streamed weight deltas in 2 bits, and from 121 times on in 1 bit;
-    each fragment is sent every `period` steps. docs/quality.md has the measured front. From "16x" on a fragment may
-    take effect `delay` steps after it was sent: its time on the link is then hidden behind these steps.
+    Up to about 7.5 times: gradients in 8 or 4 bits. Beyond: streamed weight deltas in 2 bits, and above 120 times in
+    1 bit; each fragment is sent every `period` steps. `attach` finds the shortest period from the model's shapes and
+    buffers. docs/quality.md has the measured front. From "16x" on a fragment may take effect `delay` steps after it was
+    sent: its time on the link is then hidden behind these steps.
 
-    >>> frugal("30x") == Plan(Streaming(2, 2), ErrorFeedback(Quantized(2)))
-    True
-    >>> frugal("120x", delay=1) == Plan(Streaming(8, 4, delay=1), ErrorFeedback(Quantized(2)))
-    True
+    >>> frugal("30x")
+    frugal(bytes='30x')
     """
-    times = _times(bytes)
-    # 1. Gradients. Of 32 / bits, 6.5 % go to the scale and the zero point of each block.
-    for bits in (8, 4):
-        if times <= 0.935 * 32 / bits and not delay:
-            return quantized_ddp(bits, start=start)
-    # 2. Weight deltas: 32 / bits times fewer bytes a round, less 6 % or 1 % for the blocks, and a round each `period`.
-    bits = 2 if times <= 120 else 1
-    codec = ErrorFeedback(Quantized(2) if bits == 2 else Quantized(1, block=4096))
-    period = math.ceil(times / (0.94 if bits == 2 else 0.99) * bits / 32)
-    if period > 1:
-        return Plan(Streaming(period, min(period, 4), delay, start=start), codec)
-    if delay:
-        raise ValueError(
-            f"frugal(bytes={bytes!r}, delay={delay!r}): what is sent whole at every step cannot be late. "
-            'Use delay=0, or from "16x" on, where each step sends a fragment.'
-        )
-    return Plan(Every(1, start, of="weights"), codec)
+    from laconic.plans.rules import frugal_target  # rules.py imports this file
 
-
-def _times(bytes: object) -> float:
-    text = bytes if isinstance(bytes, str) else ""
-    number = text.removesuffix("x")
-    if text == number or not number.replace(".", "", 1).isdigit() or float(number) < 1:
-        raise ValueError(f'frugal(bytes={bytes!r}): write how many times fewer bytes than DDP: "60x", at least "1x".')
-    return float(number)
+    return frugal_target(bytes, start, delay)
 
 
 def few_bit_deltas() -> Codec:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from laconic.codecs import Codec, Exact
 from laconic.exchange import Level
@@ -28,6 +28,9 @@ from laconic.plans.schedules import (
 )
 from laconic.plans.topology import Topology, World
 from laconic.values import as_code, default_of
+
+if TYPE_CHECKING:
+    from laconic.plans.targets import ModelFacts
 
 Buffers: TypeAlias = Literal["average", "leader", "keep"]
 OptimizerState: TypeAlias = Literal["keep", "average", "reset"]
@@ -90,6 +93,10 @@ class Plan:
     def text(self) -> str:
         """`repr(self)`, computed once: headers use it at every step."""
         return repr(self)
+
+    def resolved(self, facts: ModelFacts) -> Plan:
+        """Return what this plan becomes on a model: itself, unless it is named by a target of bytes (`targets.py`)."""
+        return self
 
     def observer(self) -> object:
         """Return the `StepObserver` that `attach` adds to the session; None for none."""

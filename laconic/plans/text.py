@@ -36,20 +36,21 @@ from laconic.values import call
 _METHODS: dict[str, Callable[..., Plan]] = {
     method.__name__: method
     for method in (
-        *(ddp, alone, power_sgd, quantized_ddp, demo, frugal, sparse_loco),
+        *(ddp, alone, power_sgd, quantized_ddp, demo, sparse_loco),
         *(post_local_sgd, hierarchical_sgd, diloco, streaming_diloco, qsr),
     )
 }
-"""The named methods. Of several that make the same plan, it prints as the first."""
+"""The named methods that a plan may print as. Of several that make the same one, it prints as the first."""
 _VOCABULARY: dict[str, Callable[..., object]] = {
     **_METHODS,
+    "frugal": frugal,
     **{kind.__name__: kind for kind in (Plan, Every, Never, Nested, Quadratic, Streaming)},
     **{kind.__name__: kind for kind in (Nesterov, Optim, World, Groups)},
     **{kind.__name__: kind for kind in (Exact, Cast, LowRank, Quantized, TopDCT, TopK)},
     **{kind.__name__: kind for kind in (ErrorFeedback, ByShape, ByName)},
 }
 """What a text may call."""
-_ALWAYS_SHOWN = ("rank", "bits", "period", "fragments", "bytes")
+_ALWAYS_SHOWN = ("rank", "bits", "period", "fragments")
 
 
 def call_of(plan: Plan) -> str | None:
@@ -83,10 +84,8 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         if is_dataclass(value):
             found |= {f.name: getattr(value, f.name) for f in fields(value)}
     found["feedback"] = any(isinstance(codec, ErrorFeedback) for codec in codecs)
-    bits, period = found.get("bits"), found.get("period")
-    if bits in (1, 2) and isinstance(period, int):
-        found["bytes"] = f"{(32 // bits - 1) * period}x"  # of the values that mean this plan, a round one
     return found | {
+        "bytes": None,  # a plan that is known needs no target
         "dtype": found.get("to"),
         "codec": plan.codec,
         "group": plan.topology.inner,

@@ -39,7 +39,7 @@ from laconic.session.foreign import (
 )
 from laconic.session.fsdp import ShardedPath, check_sharded, replicas_of, shards_of
 from laconic.session.gradients import GradientAverager, GradientPath
-from laconic.session.live_model import LiveModel
+from laconic.session.live_model import LiveModel, facts_of_model
 from laconic.session.module import ModulePath
 from laconic.session.observers import StepObserver, check_observers, observers_from_env
 from laconic.session.scaling import Clipping, ScaledSteps
@@ -82,7 +82,8 @@ def attach(
 
     Args:
         plan: When workers synchronise, how tensors are encoded, what is done with the mean, and with whom. Or its text,
-            such as "power_sgd(rank=32)".
+            such as "power_sgd(rank=32)". A target of bytes, such as frugal("60x"), becomes the plan that meets it on
+            this model: `session.plan`.
         model: A DDP model, one sharded by FSDP2, or a bare module, compiled or not, or what accelerate's `prepare` or
             Fabric's `setup` returned. A bare module averages gradients at the optimizer's step: before clipping them,
             call `session.average_gradients()`.
@@ -132,8 +133,6 @@ def attach(
         check_sync_initial(sync_initial)
         check_wrapping(model)
         watching = [*check_observers(observers), *observers_from_env()]
-        if isinstance(own := plan.observer(), StepObserver):
-            watching.append(own)
         units = find_units(model)
         ledger = Ledger() if ledger is None else ledger
         ddp = find_ddp(model)
@@ -141,6 +140,12 @@ def attach(
             check_ddp_model(ddp)
         whole = _group_of(ddp, group or replicas_of(units), levels)
         check_sharded(model, units, plan, whole)
+        on = facts_of_model(ddp.module if ddp else model, optimizers, 1 if whole is None else whole.size())
+        asked, plan = plan, plan.resolved(on)
+        for each in given:
+            check_wrapper(each, plan)
+        if isinstance(own := plan.observer(), StepObserver):
+            watching.append(own)
         on_cpu = all(p.device.type == "cpu" for p in model.parameters())
         shards = shards_of(model)
         late = shards is None and not on_cpu and all(map(skips_itself, optimizers))
@@ -161,9 +166,9 @@ def attach(
         scaled = [ScaledSteps(each, wrapper) for each, wrapper in zip(optimizers, given, strict=True)]
         # 3. All workers compare what they were given and what they train, and start from the same weights.
         settings = {"commit": commit, "nonfinite": policy, "verify_every": verify_every, "sync_initial": sync_initial}
-        facts = _facts(plan, live, model, {**settings, "clip_norm": clip_norm})
+        facts = _facts(asked, live, model, {**settings, "clip_norm": clip_norm})
         for queue in filter(None, (known.world, known.shards)):
-            agree(queue, "what is attached", facts)
+            agree(queue, "what is attached", facts | {"what the plan becomes": repr(plan)})
         warn_of_learning_rates(known.world, optimizers)
         warn_of_momentum(plan, optimizers)
         known.prepare(plan.levels)
@@ -176,9 +181,11 @@ def attach(
             path = ModulePath(model, averager, headers, scaled)
         sync_initial_weights(live, known.world, sync_initial, bare=ddp is None)
         # 4. Hooks last.
-        session = Session(plan, path, averager, weights, headers, scaled, clipping, divergence, ledger)
+        session = Session(plan, asked, path, averager, weights, headers, scaled, clipping, divergence, ledger)
         session._install()
         remember(session)
+        if plan is not asked and known.world.peers.rank == 0:
+            logger.info("attach: %s is %s: %.1f times fewer bytes than ddp()", asked, plan, on.times(plan))
     except BaseException:
         known.close()
         raise
@@ -200,8 +207,6 @@ def check_arguments(plan: object, model: object, given: Sequence[object]) -> lis
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach(plan, {_shown(model)}, ...): the second argument is the model, a torch.nn.Module.")
-    for each in given:
-        check_wrapper(each, plan)
     optimizers = [each for each in map(optimizer_inside, given) if isinstance(each, Optimizer)]
     if not given or len(optimizers) < len(given):
         raise TypeError(

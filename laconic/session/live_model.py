@@ -22,9 +22,11 @@ from laconic.checks.digests import differences
 from laconic.codecs import Exact
 from laconic.comm.averaging import average_in_place, write
 from laconic.comm.queue import CollectiveQueue
+from laconic.cost import facts_of
 from laconic.exchange import Exchange, First, Mean, Peers, State, all_finite
 from laconic.packing import bucketed, pack, unpack
 from laconic.plans.schedules import Payload
+from laconic.plans.targets import Kind, ModelFacts
 from laconic.torch_private.compiled import clean
 from laconic.torch_private.modules import tensors_of
 
@@ -341,6 +343,29 @@ def _of_worker(tensors: Mapping[str, Tensor], worker: int) -> Exchange[dict[str,
 
 def _mean(x: Tensor) -> Exchange[Tensor]:
     return (yield Mean(x))
+
+
+def facts_of_model(model: nn.Module, optimizers: Iterable[Optimizer], workers: int) -> ModelFacts:
+    """Return what a target of bytes is resolved from; of a sharded tensor, the shape of its first, largest shard."""
+    trained = {name: _shape(p) for name, p in _by_name(model.named_parameters()).items() if p.requires_grad}
+    buffers = {name: _shape(b) for name, b in _by_name(model.named_buffers()).items()}
+    return facts_of(trained, workers, buffers, sorted({_kind(each) for each in optimizers}))
+
+
+def _shape(t: Tensor) -> Tensor:
+    """Return a tensor without memory, of the shape and dtype that are averaged on the worker of the first shard."""
+    sharding, shape = sys.modules.get("torch.distributed.tensor"), list(t.shape)
+    if sharding is not None and isinstance(t, sharding.DTensor):
+        for count, placement in zip(t.device_mesh.shape, t.placements, strict=True):
+            if placement.is_shard():
+                shape[placement.dim] = -(-shape[placement.dim] // count)
+    empty = torch.empty(shape, dtype=t.dtype, device="meta")
+    return torch.view_as_real(empty) if t.is_complex() else empty
+
+
+def _kind(optimizer: Optimizer) -> Kind:
+    name = type(optimizer).__name__.lower()
+    return "muon" if "muon" in name else "sgd" if "sgd" in name else "adaptive"
 
 
 def flat(moments: Moments) -> dict[str, Tensor]:

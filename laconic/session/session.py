@@ -32,8 +32,10 @@ from laconic.codecs.feedback import has_feedback
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Quadratic, Sync, SyncClock
+from laconic.plans.text import plan as parse_plan
 from laconic.session.foreign import OtherOptimizers, check_first_step, optimizer_inside
 from laconic.session.gradients import GradientAverager, GradientPath, carry_residuals
+from laconic.session.live_model import facts_of_model
 from laconic.session.metrics import Health, Reported, samples
 from laconic.session.observers import StepObserver, Validation
 from laconic.session.scaling import Arguments, Clipping, ScaledSteps, run_when_ready
@@ -47,6 +49,7 @@ class Session:
     def __init__(
         self,
         plan: Plan,
+        given: Plan,
         path: GradientPath,
         averager: GradientAverager,
         weights: WeightSync,
@@ -57,7 +60,9 @@ class Session:
         ledger: Ledger,
     ) -> None:
         self.plan = plan
-        """The plan."""
+        """The plan. Of one that is named by a target of bytes, what it became on this model."""
+        self.given = given
+        """The plan as it was given: `plan` itself, or the target that became it."""
         self.ledger = ledger
         """What was sent, and when."""
         self.step = 0
@@ -253,6 +258,7 @@ class Session:
         if not isinstance(plan, Plan):
             raise TypeError(f"change({plan!r}): a Plan is needed, such as laconic.power_sgd(rank=4).")
         # 1. check, on all workers
+        given, plan = plan, plan.resolved(facts_of_model(self._live.model, self.optimizers, self.workers))
         self._path.check_plan(plan)
         agree(self._levels.world, "the plan to go on with", {"step": self.step, "plan": repr(plan)})
         self._levels.prepare(plan.levels)
@@ -267,7 +273,7 @@ class Session:
         self._average_weights(optimizers=gradients, force=lagging)
         self._averager.equalise_loss_scale()
         # 3. the new plan, with the state that it can use
-        self.plan, self._clock = plan, clock
+        self.plan, self.given, self._clock = plan, given, clock
         self._live.reset(carry_residuals(self._live.state["gradient"]) if gradients else None)
         self._weights.forget()
         self._restart()
@@ -293,10 +299,17 @@ class Session:
             "layout": self._path.layout(),
             **self._live.state_dict(),
             **weights,
+            **({} if self.given is self.plan else {"given": repr(self.given)}),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. The plan must be the one that was saved."""
+        """Go on where `state_dict` was taken. The plan must be the one that was saved.
+
+        A target of bytes that was saved goes on as the plan that it was, also where it would now become another, among
+        another number of workers.
+        """
+        if self.given is not self.plan and saved.get("given") == repr(self.given):
+            self.plan = parse_plan(saved["plan"])
         if saved["plan"] != repr(self.plan):
             raise ValueError(
                 f"this state was saved under {saved['plan']} and the plan is {self.plan!r}: the state of one codec is "

@@ -23,6 +23,7 @@ from laconic import (
     Plan,
     PlanError,
     Quadratic,
+    Quantized,
     Streaming,
     alone,
     ddp,
@@ -103,7 +104,10 @@ PRINTED = {
     "quantized_ddp(bits=4)": quantized_ddp(),
     "quantized_ddp(bits=2, block=64, start=3)": quantized_ddp(2, 64, 3),
     "frugal(bytes='60x')": frugal(),
-    "frugal(bytes='217x', start=5)": frugal("200.5x", start=5),
+    "frugal(bytes='200.5x', start=5)": frugal("200.5x", start=5),
+    "power_sgd(bytes='60x')": power_sgd(bytes="60x"),
+    "power_sgd(bytes='60x', bits=None, start=9)": power_sgd(bytes="60x", bits=None, start=9),
+    "streaming_diloco(period=4, fragments=4, delay=0)": Plan(Streaming(4, 4), ErrorFeedback(Quantized(2))),
     "frugal(bytes='120x', delay=1)": frugal("120x", delay=1),
     "demo(bits=4)": demo(),
     "demo(fraction=0.015625, bits=8, decay=0.99, chunk=32)": demo(1 / 64, 8, 0.99, 32),
@@ -159,8 +163,9 @@ def test_equivalent_texts(text: str, plan: Plan) -> None:
 
 SAME = [
     (post_local_sgd(period=16), Plan(Every(16)), diloco(codec=Exact())),
-    (frugal("120x", delay=1), streaming_diloco(period=8)),
-    (frugal("15x"), diloco(period=1)),
+    (Plan(Streaming(8, 4, delay=1), ErrorFeedback(Quantized(2))), streaming_diloco(period=8)),
+    (Plan(Every(1, of="weights"), ErrorFeedback(Quantized(2))), diloco(period=1)),
+    (power_sgd(32), power_sgd(), Plan(codec=power_sgd().codec)),
     (Plan(Every(4, of="weights"), Cast("bf16"), Nesterov(1, 0)), diloco(4, codec=Cast("bf16"))),
 ]
 
@@ -219,15 +224,22 @@ RULES = {
     "Plan(codec=LowRnk(rank=2))": "'Plan(codec=LowRnk(rank=2))': there is no 'LowRnk'. Did you mean LowRank?",
     "power_sgd": "'power_sgd': power_sgd must be a call. Write power_sgd().",
     "power_sgd(ranks=2)": (
-        "'power_sgd(ranks=2)': power_sgd: got an unexpected keyword argument 'ranks'. It is power_sgd(rank=32, bits=4, "
-        "start=1, min_compression=2, rounds='two', feedback=True, warm_start=True, seed=0)."
+        "'power_sgd(ranks=2)': power_sgd: got an unexpected keyword argument 'ranks'. It is power_sgd(rank=None, "
+        "bits=4, start=1, min_compression=2, rounds='two', feedback=True, warm_start=True, seed=0, bytes=None)."
     ),
     "Plan(Codec=Exact())": (
         "'Plan(Codec=Exact())': Plan: got an unexpected keyword argument 'Codec'. "
         "It is Plan(schedule, codec, outer, topology, buffers='average', optimizer_state='keep')."
     ),
-    "ddp(4)": "'ddp(4)': Cast(4): the type must be \"bf16\" or \"fp16\". To send all bits, use Exact().",
+    "ddp(4)": '\'ddp(4)\': Cast(4): the type must be "bf16" or "fp16". To send all bits, use Exact().',
     "power_sgd(rank=0)": ("'power_sgd(rank=0)': LowRank(rank=0): rank must be at least 1. To send all, use Exact()."),
+    "power_sgd(4, bytes='60x')": (
+        "\"power_sgd(4, bytes='60x')\": power_sgd(rank=4, bytes='60x'): the rank follows from the bytes. "
+        "Give one of them."
+    ),
+    "power_sgd(bytes=60)": (
+        '\'power_sgd(bytes=60)\': power_sgd(bytes=60): write how many times fewer bytes than DDP: "60x", at least "1x".'
+    ),
     "power_sgd(start=0)": (
         "'power_sgd(start=0)': Every(start=0): start must be a whole number of at least 1, as steps count from 1."
     ),
@@ -303,7 +315,7 @@ def test_parts_are_checked_in_code_too(part: Literal["schedule", "codec", "outer
         Plan(**given)
 
 
-@pytest.mark.parametrize("text", ["power_sgd(rank='4')", "power_sgd(rank=None)", "power_sgd(min_compression='2')"])
+@pytest.mark.parametrize("text", ["power_sgd(rank='4')", "power_sgd(rank=2.5)", "power_sgd(min_compression='2')"])
 def test_values_of_the_wrong_type_are_refused_with_a_reason(text: str) -> None:
     with pytest.raises(PlanError, match=r"LowRank\((rank|min_compression)="):
         laconic.plan(text)

@@ -166,9 +166,9 @@ DEFAULTS = {
     "quantized_ddp()": Known(laconic.quantized_ddp(), lossy=ROUNDING),
     "power_sgd()": Known(laconic.power_sgd(), lossy=ROUNDING, wide=True),
     "demo()": Known(laconic.demo(), lossy=ROUNDING, decay=0.999, decays_from=1),
-    'frugal("30x")': _streamed(laconic.frugal("30x"), 2, 2),
-    'frugal("60x")': _streamed(laconic.frugal("60x"), 4, 4),
-    'frugal("120x", delay=1)': _streamed(laconic.frugal("120x", delay=1), 8, 4, delay=1),
+    "streaming_diloco(2, 2, 0)": _streamed(laconic.streaming_diloco(2, 2, 0), 2, 2),
+    "streaming_diloco(4, 4, 0)": _streamed(laconic.streaming_diloco(4, 4, 0), 4, 4),
+    "streaming_diloco(8, 4, 1)": _streamed(laconic.streaming_diloco(8, 4, 1), 8, 4, delay=1),
     "diloco()": Known(laconic.diloco(), 16, outer=(1.0, 0.0), lossy=ROUNDING, anchored=True),
     "streaming_diloco()": _streamed(laconic.streaming_diloco(), 16, 4, delay=1),
     "sparse_loco()": Known(

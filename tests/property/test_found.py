@@ -131,7 +131,7 @@ FOUND: list[tuple[str, Setup, list[Program]]] = [
     ),
     (
         "go_back",
-        Setup('frugal("120x", delay=1)', workers=3),
+        Setup("streaming_diloco(8, 4, 1)", workers=3),
         [_steps(4), Training.save, _steps(4), Training.go_back, _steps(6), Training.go_back, _steps(2)],
     ),
     (

@@ -10,11 +10,16 @@ import pytest
 
 import laconic
 from laconic.codecs import Exact
+from laconic.cost import facts_of
 from laconic.guard import strengths
 from laconic.plans import methods
 from laconic.plans.plan import Plan
 
 MODEL = {"matrix": (512, 2048), "second": (512, 512), "third": (512, 512), "vector": (512,)}
+
+
+def _plan(text):
+    return laconic.plan(text).resolved(facts_of(MODEL, 4))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +43,8 @@ MODEL = {"matrix": (512, 2048), "second": (512, 512), "third": (512, 512), "vect
     ],
 )
 def test_each_sends_more_and_the_last_is_exact_or_frequent(text, last):
-    plans = [laconic.plan(text), *strengths(laconic.plan(text))]
+    plan = _plan(text)
+    plans = [plan, *strengths(plan)]
     assert plans[-1] == laconic.plan(last)
     assert len(plans) < 16
     for weaker, strong in pairwise(plans):
@@ -71,7 +77,7 @@ def test_all_named_plans_are_here():
     "text", [f"{name}({arguments})" for name, several in NAMED.items() for arguments in several or [""]]
 )
 def test_every_named_plan_has_stronger_ones_up_to_exact_ones_of_all_weights_or_gradients_at_every_step(text):
-    plan = laconic.plan(text)
+    plan = _plan(text)
     found = list(strengths(plan))
     assert bool(found) == (text.removesuffix("()") not in STRONGEST)
     assert len(found) < 16

@@ -80,7 +80,7 @@ class CompareReporter(StepObserver):
         self._plan = session.plan
         if self._worker == 0:
             parameters = sum(p.numel() for p in session.parameters.values())
-            self._about = {"plan": repr(session.plan), "parameters": parameters}
+            self._about = {"plan": repr(session.given), "parameters": parameters}
             about_file(self._folder).write_text(json.dumps(self._about))
         atexit.register(self._exit)
         self._file = report_file(self._folder, self._worker).open("w", buffering=1)

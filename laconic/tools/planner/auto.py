@@ -112,7 +112,7 @@ class AutoObserver(StepObserver):
         mine_us = round(1e6 * median(self._steps[WARM_UP_STEPS:]))
         compute_s = max(row[0] for row in session.gather([mine_us])) / 1e6
         network = MeasuredNetwork(self._timings, session.workers)
-        shapes = Shapes(meta({name: p.shape for name, p in session.parameters.items()}))
+        shapes = Shapes(meta({name: p.shape for name, p in session.parameters.items()}), buffers=meta(session.buffers))
         scenario = Scenario(shapes, session.workers, network, compute_s, codec_s=self._codec_s)
         forecast = Forecast(list(self._codec_s), scenario)
         chosen = choice(forecast)

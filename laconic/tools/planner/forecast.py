@@ -46,7 +46,7 @@ class Forecast:
             "noise": s.noise,
             "gain": s.gain,
             "steps": s.steps,
-            "optimizer": s.optimizer,
+            "optimizers": list(s.optimizers),
             "rows": [self._row(each, budget_bytes) for each in self.rows],
             "advice": self.advice,
         }

@@ -16,6 +16,7 @@ from laconic import alone, attach
 from laconic.codecs.routing import routed
 from laconic.comm.averaging import write
 from laconic.comm.groups import Levels
+from laconic.cost import facts_of
 from laconic.exchange import (
     AllToAll,
     Averaged,
@@ -190,6 +191,7 @@ def time_codec(
     The codec runs on tensors of random numbers. Nothing is sent: each request is answered as if all workers had equal
     tensors, and the time that this takes does not count.
     """
+    asked, plan = plan, plan.resolved(facts_of(shapes, meter.workers))
     generator = torch.Generator().manual_seed(meter.worker)
     drawn = {name: torch.randn(tuple(shape), generator=generator).to(meter.device) for name, shape in shapes.items()}
     state: dict[str, State] = {"codec": {}, "outer": {}}
@@ -205,7 +207,7 @@ def time_codec(
         return sum(_weights_s(meter, plan, bucket, anchor, state) for bucket in buckets)
 
     with torch.no_grad():
-        return CodecTiming(repr(plan), meter.mean(_repeat(meter, once, repeat_s)))
+        return CodecTiming(repr(asked), meter.mean(_repeat(meter, once, repeat_s)))
 
 
 def _gradients_s(meter: Meter, plan: Plan, bucket: dict[str, Tensor], state: dict[str, State]) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laconic.checks.agreement import DIGEST_BYTES
 from laconic.checks.headers import HEADER_BYTES
-from laconic.cost import cycle_of, planned
+from laconic.cost import cycle_of, facts_of, planned
 from laconic.exchange import State, level_name
 from laconic.ledger import Entry, wire_bytes
 from laconic.noise import worth
@@ -19,8 +19,9 @@ from laconic.packing import in_parts
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never, Payload, Streaming, Sync
+from laconic.plans.targets import Kind, ModelFacts
 from laconic.tools.planner.network import NetworkTimes
-from laconic.tools.planner.quality import STEPS, Kept, OptimizerKind, Training, predict, width_of
+from laconic.tools.planner.quality import STEPS, Kept, Training, predict, width_of
 from laconic.tools.planner.shapes import Shapes
 from laconic.tools.planner.timeline import Message, Timeline, released_s, timeline
 
@@ -66,7 +67,7 @@ class Scenario:
     `compute_s` is a step without communication. `codec_s` has the seconds in which a plan's codec encodes and decodes
     the whole model. `machine` is the number of workers of one machine. A `bare` model is not in DDP: its gradients are
     sent after the backward pass. `spread` has the lowest and highest time of what was measured, relative to the middle.
-    `steps` is the length of the training, and `optimizer` the kind of its optimizer: what plans keep depends on both.
+    `steps` is the length of the training, `optimizers` are the kinds of the model's: what plans keep depends on both.
     """
 
     shapes: Shapes
@@ -80,7 +81,18 @@ class Scenario:
     noise: float | None = None
     """The gradient noise scale, in batches of one worker (`laconic.Health`); None if it is unknown."""
     steps: int = STEPS
-    optimizer: OptimizerKind = "adam"
+    optimizers: tuple[Kind, ...] = ("adaptive",)
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """What targets of bytes are resolved from."""
+        return facts_of(self.shapes.tensors, self.workers, self.shapes.buffers, self.optimizers)
+
+    @property
+    def training(self) -> Training:
+        """What is known of the training for what plans keep of it."""
+        kind = "muon" if "muon" in self.optimizers else self.optimizers[0]
+        return Training(width_of(self.shapes.tensors), self.steps, kind, self.noise)
 
     @property
     def gain(self) -> float:
@@ -92,38 +104,40 @@ class Scenario:
 
 
 class Prediction:
-    """What is known of a plan before it runs."""
+    """What is known of a plan before it runs; of a target of bytes, as what it becomes on this model: `resolved`."""
 
     def __init__(self, plan: Plan, scenario: Scenario) -> None:
         self.plan = plan
+        self.resolved = plan.resolved(scenario.facts)
         self.scenario = scenario
         self._state: State = {}
-        self.cycle = cycle_of(plan)
+        self.cycle = cycle_of(self.resolved)
         self.sent = (*self._control(), *self._buckets())  # headers go first
 
     def _buckets(self) -> Iterator[Transfer]:
         """Run the codec on the shapes, and list what it sends."""
-        s, schedule = self.scenario, self.plan.schedule
-        for one in planned(self.plan, s.shapes.tensors, s.workers, s.shapes.units, s.machine, self._state):
-            weights, outermost = one.sync.payload is Payload.WEIGHTS, self.plan.is_outermost(one.sync)
-            during_backward = bool(s.shapes.layers) if weights else not s.bare
+        s, plan, schedule = self.scenario, self.resolved, self.resolved.schedule
+        shapes = s.shapes
+        for one in planned(plan, shapes.tensors, s.workers, shapes.units, s.machine, self._state, shapes.buffers):
+            weights, outermost = one.sync.payload is Payload.WEIGHTS, plan.is_outermost(one.sync)
+            during_backward = bool(shapes.layers) if weights else not s.bare
             yield Transfer(
                 one.step - schedule.start,
-                s.shapes.before(one.names) if during_backward else None,
-                sum(s.shapes.tensors[name].numel() for name in one.names) / max(1, s.shapes.parameters),
+                shapes.before(one.names) if during_backward and one.names else None,
+                sum(shapes.tensors[name].numel() for name in one.names) / max(1, shapes.parameters),
                 *self._level(one.sync),
                 one.collectives,
                 schedule.delay if isinstance(schedule, Streaming) and weights and outermost else 0,
-                outermost,
+                outermost and bool(one.names),
             )
 
     def _control(self) -> Iterator[Transfer]:
         """List what workers send each other beside the data: headers, and digests of what has become equal."""
-        s, schedule = self.scenario, self.plan.schedule
+        s, schedule = self.scenario, self.resolved.schedule
         delay = schedule.delay if isinstance(schedule, Streaming) else 0
         fragments = in_parts(s.shapes.tensors, schedule.fragments)
         for place in range(self.cycle):
-            for sync in self.plan.syncs_at(schedule.start + place):
+            for sync in self.resolved.syncs_at(schedule.start + place):
                 weights, (level, size) = sync.payload is Payload.WEIGHTS, self._level(sync)
                 if size > 1 and (weights or s.bare):
                     yield self._message(place, level, size, HEADER_BYTES)
@@ -172,8 +186,8 @@ class Prediction:
     def memory_bytes(self) -> int:
         """The bytes that the plan keeps on each worker: residuals, factors, the anchor, outer momentum."""
         numbers = self.scenario.shapes.parameters
-        anchor = 4 * numbers * self.plan.needs_anchor
-        momentum = 4 * numbers if isinstance(self.plan.outer, Nesterov) and self.plan.outer.momentum else 0
+        anchor, outer = 4 * numbers * self.resolved.needs_anchor, self.resolved.outer
+        momentum = 4 * numbers if isinstance(outer, Nesterov) and outer.momentum else 0
         return _tensor_bytes(self._state) + anchor + momentum
 
     # How long it takes.
@@ -223,8 +237,7 @@ class Prediction:
     @cached_property
     def predicted(self) -> Kept | None:
         """What the plan keeps of DDP's improvement over no communication; None if nothing like it was measured."""
-        s = self.scenario
-        return predict(self.plan, Training(width_of(s.shapes.tensors), s.steps, s.optimizer, s.noise))
+        return predict(self.plan, self.scenario.training)
 
     @property
     def kept(self) -> float | None:
@@ -272,7 +285,7 @@ class Prediction:
         """Find the lowest rate at which a condition holds that holds for all higher ones, by bisection."""
         network = self.scenario.network
         low, high = -40.0, 60.0  # powers of 2, of the rate as it is
-        if isinstance(self.plan.schedule, Never):
+        if isinstance(self.resolved.schedule, Never):
             return 0.0
         if not holds(network.faster(2**high)):
             return None

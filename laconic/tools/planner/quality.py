@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +30,9 @@ from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, 
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Every, Never, Streaming
+from laconic.plans.targets import Kind
 from laconic.plans.text import plan as parse_plan
 
-OptimizerKind: TypeAlias = Literal["adam", "sgd", "muon"]
-OPTIMIZERS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)
 STEPS = 1000
 """The length of a training that does not say its own."""
 FAR = 5.0
@@ -56,7 +55,7 @@ class Training:
 
     width: float
     steps: int = STEPS
-    optimizer: OptimizerKind = "adam"
+    optimizer: Kind = "adaptive"
     noise: float | None = None
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,17 @@ class Shapes:
     """Trained tensors without memory, in the order of the forward pass.
 
     With `layers`, each layer is sent by itself as soon as its gradient is known; else in DDP's buckets of 25 MiB.
+    `buffers` are those of the model, such as the statistics of BatchNorm.
     """
 
     tensors: Mapping[str, Tensor]
     layers: tuple[tuple[str, ...], ...] = ()
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Shapes:
+        """Take the trained tensors and the buffers of a module."""
+        return cls(meta(model), buffers=meta(model.named_buffers()))
 
     @property
     def parameters(self) -> int:
@@ -93,7 +100,7 @@ def from_module(place: str) -> Shapes:
         ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"--model {place}: it returned {type(model).__name__}, and must return an nn.Module.")
-    return Shapes(meta(model))
+    return Shapes.of(model)
 
 
 def users_function(place: str) -> Callable[..., Any]:

@@ -48,7 +48,8 @@ class TimeOnly:
         network = conditions.network or ComputedNetwork(Link(()))  # not asked where sending takes no time
         scenario = Scenario(shapes, workers, network, conditions.step_s, machine=machine)
         self._prediction = Prediction(plan, scenario)
-        self._warm_up = Prediction(ddp(), scenario) if plan.schedule.start > 1 else self._prediction
+        start = self._prediction.resolved.schedule.start
+        self._warm_up = Prediction(ddp(), scenario) if start > 1 else self._prediction
         for size in {each.workers for each in self._prediction.sent if workers % each.workers}:
             raise UsageError(
                 f"{plan!r}: it has groups of {size}, and {workers} workers cannot be divided so. Choose a --workers "
@@ -80,7 +81,7 @@ class TimeOnly:
         return TimeOutcome(repr(self.plan), self.workers, steps, float(self._now.max()), sent_bytes, use)
 
     def _sent_at(self, step: int) -> list[Transfer]:
-        place = step - self.plan.schedule.start
+        place = step - self._prediction.resolved.schedule.start
         found = self._prediction if place >= 0 else self._warm_up
         return [each for each in found.sent if each.step == place % found.cycle]
 

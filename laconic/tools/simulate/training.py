@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from laconic import Ledger, LostWorkerError, Plan, Session, attach
+from laconic.cost import facts_of
 from laconic.elastic.run import CommitClock
 from laconic.plans.schedules import Never, Streaming
 from laconic.tools.errors import UsageError
@@ -133,6 +134,8 @@ class Training:
     run: SimulatedRun
     task: SimulatedTask
     clock: VirtualClock = field(init=False)
+    plan: Plan = field(init=False)
+    """The plan that is attached: what a target of bytes becomes."""
     models: list[nn.Module] = field(init=False)
     threads: int = field(init=False)
     """Threads of each operation: as many as the lab's script gives its workers on this machine."""
@@ -140,7 +143,8 @@ class Training:
     def __post_init__(self) -> None:
         run, cores = self.run, usable_cores()
         self.threads = max(1, cores // run.workers)
-        schedule = run.plan.schedule
+        self.plan = run.plan.resolved(facts_of(self.task.model, run.workers))
+        schedule = self.plan.schedule
         delay = schedule.delay if isinstance(schedule, Streaming) else 0
         self.clock = VirtualClock(run.workers, run.conditions, overlap=not run.failures, delay=delay)
         self.models = [self.task.model, *(deepcopy(self.task.model) for _ in range(1, run.workers))]
@@ -182,7 +186,7 @@ class Training:
         validate = self.task.validation
         if validate is None:
             return None
-        plan, models = self.run.plan, [self.models[worker] for worker in self.alive]
+        plan, models = self.plan, [self.models[worker] for worker in self.alive]
         with _threads(self.threads):
             if isinstance(plan.schedule, Never):
                 return _mean([torch.tensor([validate(each)], dtype=torch.float64) for each in models]).item()
@@ -224,7 +228,7 @@ class Training:
         if not run.failures:  # a DDP model cannot leave its group
             model = DistributedDataParallel(model, process_group=group, bucket_cap_mb=run.bucket_mb)
         optimizer = AdamW(model.parameters(), lr=run.lr, betas=(0.9, 0.95), weight_decay=0.01)
-        session = attach(run.plan, model, optimizer, group=group, ledger=self._ledgers[worker])
+        session = attach(self.plan, model, optimizer, group=group, ledger=self._ledgers[worker])
         self._world.barrier(worker)  # sessions are listed in one place: no worker changes the list while others step
         commits = _Commits(run, session, model, optimizer)
         while session.step < run.steps:
@@ -316,7 +320,7 @@ class _Commits:
         """Commit if that is due. Only the commit before a failure is of use."""
         step, failures = self._session.step, [each.step for each in self._run.failures]
         due = self._clock.is_due() and step < max(failures, default=0)
-        if due and (self._run.plan.local or step + 1 in failures):
+        if due and (self._session.plan.local or step + 1 in failures):
             self._take()
 
     def _take(self) -> None:

@@ -51,22 +51,23 @@ METHODS = (
 )
 
 
-def _model() -> nn.Sequential:
+def _model(norm: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(33, 40), nn.Linear(40, 17, bias=False), nn.Linear(17, 5))
+    last = nn.Sequential(nn.BatchNorm1d(17), nn.Linear(17, 5)) if norm else nn.Linear(17, 5)
+    return nn.Sequential(nn.Linear(33, 40), nn.Linear(40, 17, bias=False), last)
 
 
-def _sent(worker: int, texts: tuple[str, ...]) -> list[dict[str, int]]:
+def _sent(worker: int, texts: tuple[str, ...], norm: bool) -> list[dict[str, int]]:
     """Return the bytes of one cycle of each plan, by level, without the handshake of `attach`."""
     found = []
     for text in texts:
-        model = _model()
+        model = _model(norm)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        plan = laconic.plan(text)
-        delay = plan.schedule.delay if isinstance(plan.schedule, laconic.Streaming) else 0
-        first = plan.schedule.start + delay  # then as many fragments take effect in a cycle as are sent
-        last = first + cycle_of(plan) - 1
-        with laconic.attach(plan, model, optimizer) as session:
+        with laconic.attach(text, model, optimizer) as session:
+            plan = session.plan
+            delay = plan.schedule.delay if isinstance(plan.schedule, laconic.Streaming) else 0
+            first = plan.schedule.start + delay  # then as many fragments take effect in a cycle as are sent
+            last = first + cycle_of(plan) - 1
             for step in range(1, last + 2):
                 F.cross_entropy(model(torch.randn(4, 33)), torch.arange(4)).backward()
                 optimizer.step()
@@ -80,10 +81,10 @@ def _sent(worker: int, texts: tuple[str, ...]) -> list[dict[str, int]]:
     return found
 
 
-def _check(texts: tuple[str, ...], workers: int) -> None:
-    sent = run_workers(_sent, workers, (texts,), timeout_s=240)[0]
+def _check(texts: tuple[str, ...], workers: int, norm: bool = False) -> None:
+    sent = run_workers(_sent, workers, (texts, norm), timeout_s=240)[0]
     network = ComputedNetwork(link("1gbit", workers))
-    scenario = Scenario(Shapes(dict(_model().named_parameters())), workers, network, 0.1, bare=True)
+    scenario = Scenario(Shapes.of(_model(norm)), workers, network, 0.1, bare=True)
     for text, by_level in zip(texts, sent, strict=True):
         prediction = Prediction(laconic.plan(text), scenario)
         planned = {level: round(count * prediction.cycle) for level, count in prediction.sent_bytes_by_level.items()}
@@ -110,3 +111,8 @@ def test_planned_bytes_of_more_workers(schedule, workers):
 
 def test_planned_bytes_of_named_plans():
     _check(METHODS, 4)
+
+
+def test_buffers_are_sent_with_each_round_of_weights():
+    texts = ("post_local_sgd(period=2)", "diloco(period=2, buffers='leader')", "diloco(period=2, buffers='keep')")
+    _check((*texts, "frugal('30x')", "streaming_diloco(4, 2, 1)"), 4, norm=True)

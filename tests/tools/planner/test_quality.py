@@ -99,6 +99,6 @@ def test_the_file_has_what_the_named_plans_need():
     names = {each.name for each in measured_cells()}
     assert len(names) >= 8
     for plan in ("quantized_ddp()", "power_sgd()", "frugal('60x')", "diloco()", "sparse_loco()"):
-        for kind in ("adam", "sgd"):
+        for kind in ("adaptive", "sgd"):
             found = predict(laconic.plan(plan), Training(128.0, 600, kind))
             assert found is not None and found.low <= found.value <= found.high

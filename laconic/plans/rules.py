@@ -1,0 +1,132 @@
+"""The rules by which targets of bytes become plans (`targets.py`).
+
+frugal_on(facts, times=60)              # the rule of `frugal`: the one place to change it
+power_sgd_on(facts, times=60, ...)      # the largest rank
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+
+from laconic.codecs import ErrorFeedback, LowRank, Quantized
+from laconic.codecs.quantized import width
+from laconic.plans.methods import frugal, power_sgd, quantized_ddp
+from laconic.plans.plan import Plan
+from laconic.plans.schedules import Every, Streaming
+from laconic.plans.targets import ModelFacts, TargetPlan
+from laconic.values import call
+
+
+def frugal_target(bytes: str, start: int, delay: int) -> Plan:
+    """Return `frugal`, to be resolved."""
+    times = _times("frugal", bytes)
+    choose = partial(frugal_on, times=times, start=start, delay=delay)
+    if delay and _least_period(times) == 1:
+        raise ValueError(
+            f"frugal(bytes={bytes!r}, delay={delay!r}): what is sent whole at every step cannot be late. "
+            'Use delay=0, or from "16x" on, where each step sends a fragment.'
+        )
+    like = choose(_LARGE_MATRIX)
+    given = _call(frugal, bytes, {"start": start, "delay": delay})
+    return TargetPlan(like.schedule, like.codec, call=given, choose=choose)
+
+
+def power_sgd_target(bytes: str, options: Mapping[str, Any]) -> Plan:
+    """Return `power_sgd` of so many bytes, to be resolved."""
+    times = _times("power_sgd", bytes)
+    like = power_sgd(1, **options)
+    choose = partial(power_sgd_on, times=times, bytes=bytes, **options)
+    return TargetPlan(like.schedule, like.codec, call=_call(power_sgd, bytes, options), choose=choose)
+
+
+def frugal_on(facts: ModelFacts, times: float, start: int = 1, delay: int = 0) -> Plan:
+    """Return what `frugal` becomes on a model: the rule of docs/quality.md.
+
+    It must send at least `times` times fewer bytes than `ddp()` on every model, as `facts.bytes_of` counts them.
+    """
+    # 1. Gradients, if few bits are enough.
+    for bits in (8, 4) if not delay else ():
+        plan = quantized_ddp(bits, start=start)
+        if facts.times(plan) >= times:
+            return plan
+    # 2. Weight deltas, with the shortest period that is long enough.
+    codec = ErrorFeedback(_deltas(times))
+
+    def of_period(period: int) -> Plan:
+        if period == 1:
+            return Plan(Every(1, start, of="weights"), codec)
+        return Plan(Streaming(period, min(period, 4), delay, start=start), codec)
+
+    return shortest(of_period, facts, times, _least_period(times))
+
+
+def shortest(of_period: Callable[[int], Plan], facts: ModelFacts, times: float, least: int = 1) -> Plan:
+    """Return the plan of the shortest period that meets a target. From period 4 on, each round sends the same bytes."""
+    period = least
+    while (found := facts.times(of_period(period))) < times:
+        period = max(period + 1, int(period * times / found)) if period >= 4 else period + 1
+    return of_period(period)
+
+
+def power_sgd_on(facts: ModelFacts, times: float, bytes: str, **options: Any) -> Plan:
+    """Return `power_sgd` with the largest rank that meets a target; a ValueError if rank 1 does not."""
+    shapes = [(t.shape[0], t[0].numel()) for t in facts.tensors.values() if t.dim() > 1 and t.numel()]
+    most = max(map(min, shapes), default=1)  # from this rank on LowRank declines every matrix
+    # More ranks are more bytes. So bisect for the first of 1, 2, ..., most that sends too many.
+    rank = bisect_left(range(1, most + 1), True, key=lambda each: facts.times(power_sgd(each, **options)) < times)
+    if rank:
+        return power_sgd(rank, **options)
+    least = power_sgd(1, **options)
+    small = [t for t in facts.tensors.values() if not LowRank(1, options["min_compression"]).accepts(t.shape)]
+    share = sum(t.numel() for t in small) / sum(t.numel() for t in facts.tensors.values())
+    raise ValueError(
+        f"{_call(power_sgd, bytes, options)}: even rank 1 sends only {facts.times(least):.3g} times fewer bytes than "
+        f"ddp() on this model. Its matrices are small or thin, or too few: {share:.0%} of its numbers are in tensors "
+        f"that are not sent as factors. Use frugal(bytes={bytes!r}), which sends so much less on any model."
+    )
+
+
+def _times(method: str, bytes: object) -> float:
+    text = bytes if isinstance(bytes, str) else ""
+    number = text.removesuffix("x")
+    if text == number or not number.replace(".", "", 1).isdigit() or float(number) < 1:
+        raise ValueError(f'{method}(bytes={bytes!r}): write how many times fewer bytes than DDP: "60x", at least "1x".')
+    return float(number)
+
+
+def _call(method: Callable[..., Plan], bytes: str, options: Mapping[str, object]) -> str:
+    """Return the call that a target prints as, without options that have their defaults."""
+    parameters = signature(method).parameters
+    shown = {name: value for name, value in options.items() if value != parameters[name].default}
+    return call(method.__name__, {"bytes": bytes} | shown)
+
+
+def _deltas(times: float) -> Quantized:
+    """Return the codec of frugal's weight deltas."""
+    return Quantized(2) if times <= 120 else Quantized(1, block=4096)
+
+
+def _least_period(times: float) -> int:
+    """Return frugal's period on a model of large tensors; no model has a shorter one."""
+    codec = _deltas(times)
+    return math.ceil(times * width(codec.block, codec.bits) / (4 * codec.block))
+
+
+def _bytes_of_large_matrix(plan: Plan) -> float:
+    """Return what one of two workers sends of a matrix of 4096 rows and columns, without rounding up."""
+    codec: Any = plan.codec
+    while hasattr(codec, "codec"):
+        codec = codec.codec
+    numbers, block = (codec.rank * 8192, 128) if isinstance(codec, LowRank) else (4096**2, codec.block)
+    return numbers / block * width(block, codec.bits or 32) / plan.schedule.period
+
+
+_LARGE_MATRIX = ModelFacts({"": torch.empty(4096, 4096, device="meta")}, {}, ("adaptive",), 2, _bytes_of_large_matrix)
+"""What a target stands for until it is resolved: schedule and codec on a model of large matrices."""

@@ -1,0 +1,207 @@
+"""Plans that are named by a target of bytes: what they become, on models of many kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+import laconic
+from laconic import (
+    ByShape,
+    Cast,
+    Codec,
+    ErrorFeedback,
+    Every,
+    Exact,
+    LowRank,
+    Plan,
+    Quantized,
+    Streaming,
+    TopK,
+    ddp,
+    diloco,
+    frugal,
+    power_sgd,
+    quantized_ddp,
+    sent_bytes,
+    streaming_diloco,
+)
+from laconic.cost import Named, facts_of, quick_bytes
+from laconic.plans.plan import Plan as PlanClass
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def _resnet() -> nn.Module:
+    """A convolutional network whose buffers are 1.5 % of its parameters."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64)]
+    for _ in range(4):
+        layers += [nn.Conv2d(64, 64, 3, bias=False), nn.BatchNorm2d(64)]
+    return nn.Sequential(*layers, nn.Linear(64, 10))
+
+
+def _mostly_buffers() -> nn.Module:
+    """A small layer beside a large buffer: the weights are 0.3 % of what a round sends exactly."""
+    model = nn.Linear(8, 8)
+    model.register_buffer("table", torch.zeros(24_000))
+    return model
+
+
+MODELS: dict[str, Named] = {
+    "large matrices": {f"{i}": (1024, 1024) for i in range(4)},
+    "matrices and vectors": {
+        f"{i}.{kind}": shape for i in range(3) for kind, shape in (("m", (256, 512)), ("b", (256,)))
+    },
+    "one number": {"scale": (1,)},
+    "scalars": {f"{i}": () for i in range(9)},
+    "small vectors": {f"{i}": (i + 1,) for i in range(40)},
+    "LoRA": {f"{i}.{side}": shape for i in range(4) for side, shape in (("a", (4, 256)), ("b", (256, 4)))},
+    "embedding": {"table": (4099, 32), "bias": (33,)},
+    "convolutions with BatchNorm": _resnet(),
+    "mostly buffers": _mostly_buffers(),
+    "bf16": {"m": torch.empty(300, 500, dtype=torch.bfloat16), "b": torch.empty(500, dtype=torch.bfloat16)},
+    "fp64": {"m": torch.empty(300, 500, dtype=torch.float64)},
+    "with an empty tensor": {"m": (300, 500), "none": (0, 7)},
+}
+TARGETS = ("1x", "3.7x", "7.5x", "16x", "30x", "60x", "120x", "121x", "1000x")
+
+
+def _times(plan: Plan, model: Named, workers: int) -> float:
+    numbers = sum(t.numel() for t in facts_of(model, workers).tensors.values())
+    return sent_bytes(ddp(), {"all in fp32": (numbers,)}, workers) / sent_bytes(plan, model, workers)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_frugal_meets_its_target_on_every_model(model: str, workers: int) -> None:
+    for text in TARGETS:
+        facts = facts_of(MODELS[model], workers)
+        plan = frugal(text).resolved(facts)
+        assert facts.times(plan) >= float(text[:-1]), (text, plan)
+        if (text, workers) == ("60x", 3):
+            assert _times(plan, MODELS[model], workers) >= 60
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_frugal_takes_the_shortest_period(model: str) -> None:
+    facts = facts_of(MODELS[model], 3)
+    for text in ("16x", "60x", "121x", "1000x"):
+        plan = frugal(text, delay=1).resolved(facts)
+        period = plan.schedule.period
+        if period > 2:
+            shorter = Plan(Streaming(period - 1, min(period - 1, 4), 1), plan.codec)
+            assert facts.times(shorter) < float(text[:-1]), (text, plan)
+
+
+def test_what_frugal_becomes_on_large_matrices() -> None:
+    large, few_bits = MODELS["large matrices"], ErrorFeedback(Quantized(2))
+    for text, plan in {
+        "3.7x": quantized_ddp(8),
+        "7.5x": quantized_ddp(4),
+        "8x": diloco(period=1),
+        "30x": Plan(Streaming(2, 2), few_bits),
+        "60x": streaming_diloco(period=4, delay=0),
+        "120x": Plan(Streaming(8, 4), few_bits),
+        "121x": Plan(Streaming(4, 4), ErrorFeedback(Quantized(1, block=4096))),
+    }.items():
+        assert frugal(text).resolved(facts_of(large, 4)) == plan, text
+    assert frugal("120x", start=5, delay=1).resolved(facts_of(large, 4)) == streaming_diloco(period=8, start=5)
+
+
+def test_a_target_stands_for_what_it_becomes_on_large_matrices() -> None:
+    for plan in (frugal("2x"), frugal("60x"), frugal("200.5x", start=7), frugal("120x", delay=1)):
+        became = plan.resolved(facts_of({"large": (4096, 4096)}, 2))
+        assert (plan.schedule, plan.codec) == (became.schedule, became.codec)
+        assert plan != became
+        assert type(became) is PlanClass
+        assert laconic.plan(repr(became)) == became
+
+
+def test_an_ordinary_plan_is_resolved() -> None:
+    facts = facts_of(MODELS["LoRA"], 2)
+    for plan in (ddp(), power_sgd(), laconic.auto(), laconic.alone()):
+        assert plan.resolved(facts) is plan
+
+
+def test_where_nothing_is_trained_a_target_is_what_it_stands_for() -> None:
+    assert frugal("60x").resolved(facts_of({}, 2)) == streaming_diloco(period=4, delay=0)
+    assert power_sgd(bytes="60x").resolved(facts_of({"none": (0,)}, 2)) == power_sgd(1)
+
+
+@pytest.mark.parametrize("model", ["large matrices", "matrices and vectors", "embedding"])
+@pytest.mark.parametrize("options", [{}, {"bits": 8}, {"bits": None, "min_compression": 1}])
+def test_power_sgd_takes_the_largest_rank_that_meets_the_target(model: str, options: dict[str, int | None]) -> None:
+    given, text = MODELS[model], "9x" if options else "20x"
+    plan = power_sgd(bytes=text, **options).resolved(facts_of(given, 4))  # type: ignore[arg-type]
+    assert isinstance(plan.codec, ByShape)
+    low_rank = plan.codec.codec.codec  # type: ignore[attr-defined]
+    assert plan == power_sgd(low_rank.rank, **options)  # type: ignore[arg-type]
+    assert _times(plan, given, 4) >= float(text[:-1])
+    assert _times(power_sgd(low_rank.rank + 1, **options), given, 4) < float(text[:-1])  # type: ignore[arg-type]
+
+
+def test_a_target_that_rank_1_does_not_reach_is_refused() -> None:
+    lora = MODELS["LoRA"]
+    with pytest.raises(ValueError) as error:
+        power_sgd(bytes="60x", start=3).resolved(facts_of(lora, 2))
+    assert str(error.value) == (
+        "power_sgd(bytes='60x', start=3): even rank 1 sends only 20.7 times fewer bytes than ddp() on this model. Its "
+        "matrices are small or thin, or too few: 0% of its numbers are in tensors that are not sent as factors. "
+        "Use frugal(bytes='60x'), which sends so much less on any model."
+    )
+    with pytest.raises(ValueError, match="100% of its numbers are in tensors that are not"):
+        power_sgd(bytes="60x").resolved(facts_of(MODELS["small vectors"], 2))
+
+
+def test_what_any_rank_reaches_sends_all_in_few_bits() -> None:
+    facts = facts_of(MODELS["large matrices"], 2)
+    assert facts.times(power_sgd(bytes="7x").resolved(facts)) == facts.times(quantized_ddp(4))
+
+
+CODECS: list[Codec] = [
+    Exact(),
+    Cast("bf16"),
+    ErrorFeedback(Quantized(8)),
+    ErrorFeedback(Quantized(4)),
+    ErrorFeedback(Quantized(2, block=64)),
+    ErrorFeedback(Quantized(1, block=4096)),
+    power_sgd(3).codec,
+    power_sgd(3, bits=None).codec,
+    power_sgd(40, bits=2, min_compression=0.5).codec,
+    power_sgd(3, rounds="alternating").codec,
+    ErrorFeedback(ByShape(LowRank(2), Quantized(4))),
+    ByShape(ErrorFeedback(TopK(0.06, chunk=1024, bits=2)), rest=ErrorFeedback(Quantized(4))),
+]
+SCHEDULES = [Every(1), Every(1, of="weights"), Every(3), Streaming(5, 4, delay=1)]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_the_formula_of_bytes_is_the_run_of_the_codec(codec: Codec) -> None:
+    small = nn.Sequential(nn.Conv2d(16, 24, 3), nn.BatchNorm2d(24), nn.Linear(70, 129))
+    narrow = {"m": torch.empty(90, 50, dtype=torch.bfloat16), "b": torch.empty(50, dtype=torch.bfloat16)}
+    cases = list(product(zip((2, 3, 4, 7), SCHEDULES, strict=True), (small, narrow)))
+    for (workers, schedule), model in cases[CODECS.index(codec) % 4 :: 4]:
+        facts, plan = facts_of(model, workers), Plan(schedule, codec)
+        quick = quick_bytes(plan, facts.tensors, facts.buffers, workers)
+        # Requests of several codecs are joined, and each sends a whole number of bytes.
+        assert quick == pytest.approx(sent_bytes(plan, model, workers), abs=2), schedule
+
+
+def test_buffers_count_in_rounds_of_weights() -> None:
+    model = _mostly_buffers()
+    exact = sent_bytes(Plan(Every(4)), model)
+    assert exact == (72 + 24_000) * 4 / 4
+    assert exact == sent_bytes(Plan(Every(4)), dict(model.named_parameters()), buffers={"table": (24_000,)})
+    assert sent_bytes(Plan(Every(4), buffers="keep"), model) == 72
+    assert sent_bytes(Plan(Streaming(4, 4)), model) == exact  # with one of the fragments
+    assert sent_bytes(ddp(), model) == 72 * 4
+
+
+@pytest.mark.parametrize("bytes", ["60", "x", "0.5x", "-3x", "1e3x", 60, None])
+def test_a_target_is_a_number_of_times(bytes: object) -> None:
+    with pytest.raises(ValueError, match=r"frugal\(bytes=.*\): write how many times fewer bytes than DDP"):
+        frugal(bytes)  # type: ignore[arg-type]
