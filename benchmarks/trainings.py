@@ -48,6 +48,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import laconic
+from laconic.plans.targets import width_of
 from laconic.tools.lab import text
 from laconic.tools.lab.models import GPT
 from laconic.tools.planner import quality
@@ -603,7 +604,7 @@ def cells_of(found: Sequence[Mapping[str, Any]]) -> list[quality.Cell]:
     for (name, steps, plan), some in runs.items():
         training = TRAININGS[name]
         of = {"adamw": "adaptive", "sgd": "sgd", "muon": "muon"}[training.optimizers.__name__]
-        width = quality.width_of({n: p for n, p in training.model(0).named_parameters() if p.requires_grad})
+        width = width_of({n: p for n, p in training.model(0).named_parameters() if p.requires_grad})
         mean = round(statistics.fmean(noise[name]), 1) if name in noise else None
         facts = quality.Training(round(width, 1), steps or training.steps, of, mean)  # type: ignore[arg-type]
         kept = statistics.fmean(each["kept"] for each in some)

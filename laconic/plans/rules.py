@@ -20,8 +20,13 @@ from laconic.codecs.quantized import width
 from laconic.plans.methods import frugal, power_sgd, quantized_ddp
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Every, Streaming
-from laconic.plans.targets import ModelFacts, TargetPlan
+from laconic.plans.targets import ModelFacts, TargetPlan, width_of
 from laconic.values import call
+
+WIDE = 256
+"""From this width on, deltas keep as much of a training under Adam as gradients of low rank (docs/quality.md)."""
+LEAST_RANK = 5
+"""Below this rank they keep more."""
 
 
 def frugal_target(bytes: str, start: int, delay: int) -> Plan:
@@ -56,7 +61,13 @@ def frugal_on(facts: ModelFacts, times: float, start: int = 1, delay: int = 0) -
         plan = quantized_ddp(bits, start=start)
         if facts.times(plan) >= times:
             return plan
-    # 2. Weight deltas, with the shortest period that is long enough.
+    # 2. Gradients of low rank where averaged steps lose more: each worker's Adam or Muon scales a step by the noise of
+    # its own gradients. Of wide matrices deltas keep as much, and of a rank below LEAST_RANK more.
+    if "sgd" not in facts.optimizers and not delay and width_of(facts.tensors) < WIDE:
+        rank = largest_rank(facts, times, start=start)
+        if rank >= LEAST_RANK:
+            return power_sgd(rank, start=start)
+    # 3. Weight deltas, with the shortest period that is long enough.
     codec = ErrorFeedback(_deltas(times))
 
     def of_period(period: int) -> Plan:
@@ -75,12 +86,17 @@ def shortest(of_period: Callable[[int], Plan], facts: ModelFacts, times: float, 
     return of_period(period)
 
 
-def power_sgd_on(facts: ModelFacts, times: float, bytes: str, **options: Any) -> Plan:
-    """Return `power_sgd` with the largest rank that meets a target; a ValueError if rank 1 does not."""
+def largest_rank(facts: ModelFacts, times: float, **options: Any) -> int:
+    """Return the largest rank with which `power_sgd` meets a target; 0 if rank 1 does not."""
     shapes = [(t.shape[0], t[0].numel()) for t in facts.tensors.values() if t.dim() > 1 and t.numel()]
     most = max(map(min, shapes), default=1)  # from this rank on LowRank declines every matrix
     # More ranks are more bytes. So bisect for the first of 1, 2, ..., most that sends too many.
-    rank = bisect_left(range(1, most + 1), True, key=lambda each: facts.times(power_sgd(each, **options)) < times)
+    return bisect_left(range(1, most + 1), True, key=lambda each: facts.times(power_sgd(each, **options)) < times)
+
+
+def power_sgd_on(facts: ModelFacts, times: float, bytes: str, **options: Any) -> Plan:
+    """Return `power_sgd` with the largest rank that meets a target; a ValueError if rank 1 does not."""
+    rank = largest_rank(facts, times, **options)
     if rank:
         return power_sgd(rank, **options)
     least = power_sgd(1, **options)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -65,3 +66,16 @@ class TargetPlan(Plan):
 
     def __repr__(self) -> str:
         return self.call
+
+
+def width_of(tensors: Mapping[str, Tensor]) -> float:
+    """Return the width of a model: the mean of the smaller sides of its matrices, by their numbers.
+
+    >>> import torch
+    >>> width_of({"up": torch.empty(512, 128), "bias": torch.empty(512)})
+    128.0
+    """
+    matrices = [t for t in tensors.values() if t.dim() > 1 and t.numel()]
+    numbers = sum(t.numel() for t in matrices)
+    logs = (t.numel() * math.log2(min(t.shape[0], t[0].numel())) for t in matrices)
+    return 2 ** (sum(logs) / numbers) if numbers else 1.0

@@ -19,9 +19,9 @@ from laconic.packing import in_parts
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never, Payload, Streaming, Sync
-from laconic.plans.targets import Kind, ModelFacts
+from laconic.plans.targets import Kind, ModelFacts, width_of
 from laconic.tools.planner.network import NetworkTimes
-from laconic.tools.planner.quality import STEPS, Kept, Training, predict, width_of
+from laconic.tools.planner.quality import STEPS, Kept, Training, predict
 from laconic.tools.planner.shapes import Shapes
 from laconic.tools.planner.timeline import Message, Timeline, released_s, timeline
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -78,18 +78,6 @@ class Cell:
     fewer: float
     kept: float
     seeds: int = 1
-
-
-def width_of(tensors: Mapping[str, Tensor]) -> float:
-    """Return the width of a model: the mean of the smaller sides of its matrices, by their numbers.
-
-    >>> width_of({"up": torch.empty(512, 128), "bias": torch.empty(512)})
-    128.0
-    """
-    matrices = [t for t in tensors.values() if t.dim() > 1 and t.numel()]
-    numbers = sum(t.numel() for t in matrices)
-    logs = (t.numel() * math.log2(min(t.shape[0], t[0].numel())) for t in matrices)
-    return 2 ** (sum(logs) / numbers) if numbers else 1.0
 
 
 def family_of(plan: Plan, width: float = math.inf) -> tuple[str, float] | None:
