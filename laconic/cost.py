@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank, Quantized
 from laconic.codecs.routing import routed
+from laconic.codecs.quantized import width
 from laconic.codecs.shards import bytes_in_shards
 from laconic.comm.averaging import in_pieces
 from laconic.comm.dry import dry
@@ -195,15 +196,19 @@ def _codec_bytes(codec: Codec, tensors: Mapping[str, Tensor], workers: int) -> i
         return _codec_bytes(codec.codec, taken, workers) + _codec_bytes(codec.rest, rest, workers)
     numels = {name: t.numel() for name, t in tensors.items()}
     if isinstance(codec, Quantized):
-        return bytes_in_shards(codec, numels, workers)
+        return _in_blocks(codec, numels, workers)
     if isinstance(codec, LowRank):
         sides = {name: (t.shape[0], t.shape[1:].numel()) for name, t in tensors.items()}
         ranks = {name: min(codec.rank, *shape) for name, shape in sides.items()}
         factors = [{name: ranks[name] * sides[name][side] for name in sides} for side in (0, 1)]
         if codec.bits is not None:
-            return sum(bytes_in_shards(codec.of_factors, each, workers) for each in factors)
+            return sum(_in_blocks(codec.of_factors, each, workers) for each in factors)
         wide = {name: wide_dtype(t.dtype).itemsize for name, t in tensors.items()}
         sizes = [sum(n * wide[name] for name, n in each.items()) for each in factors]
     else:
         sizes = [sum(numels[name] * t.element_size() for name, t in tensors.items())]
     return sum(wire_bytes("all_reduce", size, workers) for size in sizes)
+
+
+def _in_blocks(codec: Quantized, numels: Mapping[str, int], workers: int) -> int:
+    return bytes_in_shards(codec.block, width(codec.block, codec.bits), numels, workers)

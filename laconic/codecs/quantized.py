@@ -65,10 +65,6 @@ class Quantized:
         """The numbers that share a scale."""
         return self.block
 
-    def length(self, count: int) -> int:
-        """Return the bytes of a block's message."""
-        return width(self.block, self.bits)
-
     def encode(self, rows: Tensor, counts: Tensor | None, keys: Tensor | None) -> Tensor:
         """Encode rows of numbers as messages."""
         if keys is None and has_row_kernels(rows, rows.dtype, self.block):

@@ -29,10 +29,6 @@ class Rows(Protocol):
         """The numbers in a row."""
         ...
 
-    def length(self, count: int) -> int:
-        """Return the bytes of the message of a row of which `count` numbers are not padding."""
-        ...
-
     def encode(self, rows: Tensor, counts: Tensor | None, keys: Tensor | None) -> Tensor:
         """Encode rows [n, row] as messages [n, bytes]; `counts` of the numbers in each row are not padding."""
         ...
@@ -89,9 +85,9 @@ def reduce_in_shards(
     return Reduced(shards.tensors(means, tensors), own)
 
 
-def bytes_in_shards(codec: Rows, numels: Mapping[str, int], workers: int) -> int:
-    """Return the bytes that the first worker sends in `reduce_in_shards`, by these numbers of elements."""
-    rows = {name: -(-numel // codec.row) for name, numel in numels.items() if numel}
+def bytes_in_shards(row: int, message: int, numels: Mapping[str, int], workers: int) -> int:
+    """Return the bytes that the first worker sends in `reduce_in_shards`, where a row becomes so long a message."""
+    rows = {name: -(-numel // row) for name, numel in numels.items() if numel}
     sizes = [int(size) for size in sizes_of(rows, workers)]
     sent_to_owners, gathered = sum(sizes[1:]), (workers - 1) * max(sizes)
-    return (sent_to_owners + gathered) * codec.length(codec.row)
+    return (sent_to_owners + gathered) * message

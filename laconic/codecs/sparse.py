@@ -66,10 +66,6 @@ class TopK:
         """The numbers in a chunk."""
         return self.chunk
 
-    def length(self, count: int) -> int:
-        """Return the bytes of a chunk's message: as many numbers are sent of each."""
-        return self.values_bytes + -(-self.kept * self._place_bits // 8)
-
     @property
     def kept(self) -> int:
         """How many numbers of a chunk are sent."""

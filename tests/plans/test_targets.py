@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import product
 
 import pytest
 import torch
@@ -32,6 +31,7 @@ from laconic import (
 )
 from laconic.cost import Named, facts_of, quick_bytes
 from laconic.plans.plan import Plan as PlanClass
+from laconic.plans.schedules import Schedule
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -176,15 +176,16 @@ CODECS: list[Codec] = [
     ErrorFeedback(ByShape(LowRank(2), Quantized(4))),
     ByShape(ErrorFeedback(TopK(0.06, chunk=1024, bits=2)), rest=ErrorFeedback(Quantized(4))),
 ]
-SCHEDULES = [Every(1), Every(1, of="weights"), Every(3), Streaming(5, 4, delay=1)]
+SCHEDULES: list[Schedule] = [Every(1), Every(1, of="weights"), Every(3), Streaming(5, 4, delay=1)]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_the_formula_of_bytes_is_the_run_of_the_codec(codec: Codec) -> None:
     small = nn.Sequential(nn.Conv2d(16, 24, 3), nn.BatchNorm2d(24), nn.Linear(70, 129))
     narrow = {"m": torch.empty(90, 50, dtype=torch.bfloat16), "b": torch.empty(50, dtype=torch.bfloat16)}
-    cases = list(product(zip((2, 3, 4, 7), SCHEDULES, strict=True), (small, narrow)))
-    for (workers, schedule), model in cases[CODECS.index(codec) % 4 :: 4]:
+    models: tuple[nn.Module | dict[str, torch.Tensor], ...] = (small, narrow)
+    cases = [(workers, at, model) for workers, at in zip((2, 3, 4, 7), SCHEDULES, strict=True) for model in models]
+    for workers, schedule, model in cases[CODECS.index(codec) % 4 :: 4]:
         facts, plan = facts_of(model, workers), Plan(schedule, codec)
         quick = quick_bytes(plan, facts.tensors, facts.buffers, workers)
         # Requests of several codecs are joined, and each sends a whole number of bytes.
