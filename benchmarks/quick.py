@@ -97,6 +97,7 @@ QUICK = [
 ]
 
 SKIPPED = {
+    "trainings": "takes ten minutes at its quickest, and writes losses, not ratios",
     "gpt_step": "needs a GPU",
     "tiles": "needs a GPU and Triton",
     "prediction": "needs root and 15 minutes",

@@ -606,7 +606,7 @@ def cells_of(found: Sequence[Mapping[str, Any]]) -> list[quality.Cell]:
         of = {"adamw": "adaptive", "sgd": "sgd", "muon": "muon"}[training.optimizers.__name__]
         width = width_of({n: p for n, p in training.model(0).named_parameters() if p.requires_grad})
         mean = round(statistics.fmean(noise[name]), 1) if name in noise else None
-        facts = quality.Training(round(width, 1), steps or training.steps, of, mean)  # type: ignore[arg-type]
+        facts = quality.TrainingFacts(round(width, 1), steps or training.steps, of, mean)  # type: ignore[arg-type]
         kept = statistics.fmean(each["kept"] for each in some)
         label = name if steps is None else f"{name}, {steps} steps"
         cells.append(quality.Cell(label, facts, plan, round(some[0]["fewer"], 1), round(kept, 3), len(some)))

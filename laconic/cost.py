@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank, Quantized
-from laconic.codecs.routing import routed
 from laconic.codecs.quantized import width
+from laconic.codecs.routing import routed
 from laconic.codecs.shards import bytes_in_shards
 from laconic.comm.averaging import in_pieces
 from laconic.comm.dry import dry

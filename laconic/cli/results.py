@@ -32,7 +32,7 @@ def closing_table(outcomes: Sequence[Outcome]) -> Table:
         "kept",
         "sent\nby each",
         *between,
-        "fewer\nthan fp32",
+        "fewer",
         seconds,
         *target,
     )

@@ -53,7 +53,7 @@ def test_its_options_exist(here, monkeypatch):
 def test_its_numbers_are_in_the_json():
     table = TEXT[TEXT.index("| in `--json` |") : TEXT.index("`network_bytes` and")]
     named = [name for row in re.findall(r"^\| (`.+?`) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
-    assert len(named) == 17
+    assert len(named) == 18
     assert set(named) <= {field.name for field in fields(Outcome)} | set(judgements(DDP, [DDP]))
 
 

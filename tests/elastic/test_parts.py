@@ -226,7 +226,7 @@ def test_no_group_is_kept_alive_for_a_fragment_that_a_commit_has_waited_for(monk
     monkeypatch.setattr("laconic.elastic.run.leave", note)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = laconic.attach(laconic.plan("frugal('30x', delay=1)"), model, optimizer)
+    session = laconic.attach("streaming_diloco(period=2, fragments=2, delay=1)", model, optimizer)
     world = elastic.join(HashStore(), id=0, heartbeat_timeout_s=0.5)
     with elastic.Run(world, session, model, optimizer) as run:
         for step in run.steps(100):
@@ -293,9 +293,12 @@ def test_run_refuses_workers_that_never_synchronise():
     [
         ("ddp()", 1),
         ("diloco(period=4)", 4),
-        ("frugal('60x')", 1),
+        ("streaming_diloco(period=4, fragments=4, delay=0)", 1),
         ("streaming_diloco(period=16, fragments=4, delay=1)", 4),
-        ("frugal('30x', delay=1)", 2),  # from here on, a fragment is in flight after every step
+        (
+            "streaming_diloco(period=2, fragments=2, delay=1)",
+            2,
+        ),  # from here on, one is in flight after every step
         ("Plan(Streaming(4, 4, 1))", 4),
         ("Plan(Streaming(6, 2, 5))", 6),
     ],

@@ -13,8 +13,8 @@ from tests.workers import run_workers
 
 FLIP, NAME, ODD = 12, "4.weight", 2
 PLANS = [
-    "frugal('30x')",
-    "frugal('30x', delay=1)",
+    "streaming_diloco(period=2, fragments=2, delay=0)",
+    "streaming_diloco(period=2, fragments=2)",
     "streaming_diloco()",
     "streaming_diloco(period=4, fragments=2, delay=2, lr=0.7, momentum=0.9, mix=0.5, group=2)",
     "streaming_diloco(period=4, fragments=2, delay=0, mix=0.5, codec=Exact())",
@@ -57,7 +57,7 @@ def test_a_fragment_that_differs_is_named_when_it_takes_effect(text, wrapped):
 
 @pytest.mark.parametrize("every", [0, 3, pytest.param(1, marks=pytest.mark.slow)])
 def test_it_is_compared_as_often_as_verify_every_says(every):
-    for error, workers, step in run_workers(_flipped, 4, ("frugal('30x', delay=1)", False, every, True)):
+    for error, workers, step in run_workers(_flipped, 4, (PLANS[1], False, every, True)):
         if every:
             assert workers == [ODD] and FLIP < step <= FLIP + 2 * every + 1, error  # a fragment at every step
         else:

@@ -225,17 +225,18 @@ def _few_tensors(worker: int, text: str) -> tuple[int, float, list[Tensor]]:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plan = laconic.plan(text)
-    assert isinstance(plan.schedule, laconic.Streaming)
     session = laconic.attach(plan, model, optimizer)
-    steps = 3 * plan.schedule.period
-    for _ in range(steps + plan.schedule.delay):  # the last fragment is late
+    schedule = session.plan.schedule
+    assert isinstance(schedule, laconic.Streaming)
+    steps = 3 * schedule.period
+    for _ in range(steps + schedule.delay):  # the last fragment is late
         model(torch.full((1, 8), float(worker))).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     sent = session.ledger.totals(by="phase")["weights"].wire_bytes
     session.change(laconic.ddp())
     session.change(plan)
-    assert session.plan == plan
+    assert session.given == plan
     session.detach()
     return sent, steps * laconic.sent_bytes(plan, model), [p.detach().clone() for p in model.parameters()]
 

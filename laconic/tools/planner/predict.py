@@ -21,7 +21,7 @@ from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never, Payload, Streaming, Sync
 from laconic.plans.targets import Kind, ModelFacts, width_of
 from laconic.tools.planner.network import NetworkTimes
-from laconic.tools.planner.quality import STEPS, Kept, Training, predict
+from laconic.tools.planner.quality import STEPS, Kept, TrainingFacts, predict
 from laconic.tools.planner.shapes import Shapes
 from laconic.tools.planner.timeline import Message, Timeline, released_s, timeline
 
@@ -89,10 +89,10 @@ class Scenario:
         return facts_of(self.shapes.tensors, self.workers, self.shapes.buffers, self.optimizers)
 
     @property
-    def training(self) -> Training:
+    def training(self) -> TrainingFacts:
         """What is known of the training for what plans keep of it."""
         kind = "muon" if "muon" in self.optimizers else self.optimizers[0]
-        return Training(width_of(self.shapes.tensors), self.steps, kind, self.noise)
+        return TrainingFacts(width_of(self.shapes.tensors), self.steps, kind, self.noise)
 
     @property
     def gain(self) -> float:

@@ -47,7 +47,7 @@ LEAST_TRAININGS = 4
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingFacts:
     """What is known of a training: the width of its matrices, its number of steps, the kind of its optimizer.
 
     And the gradient noise in batches of one worker, if it was measured.
@@ -73,7 +73,7 @@ class Cell:
     """What one plan kept of one training, in the mean over `seeds`."""
 
     name: str
-    training: Training
+    training: TrainingFacts
     plan: str
     fewer: float
     kept: float
@@ -113,10 +113,10 @@ def _inside(codec: Codec) -> tuple[Codec, bool]:
     return (codec.codec, True) if isinstance(codec, ErrorFeedback) else (codec, False)
 
 
-def predict(plan: Plan, training: Training, cells: Sequence[Cell] | None = None) -> Kept | None:
+def predict(plan: Plan, training: TrainingFacts, cells: Sequence[Cell] | None = None) -> Kept | None:
     """Predict what a plan keeps; None if nothing like it was measured.
 
-    >>> predict(parse_plan("ddp()"), Training(width=128))
+    >>> predict(parse_plan("ddp()"), TrainingFacts(width=128))
     Kept(value=1.0, low=1.0, high=1.0)
     """
     if not plan.local and isinstance(plan.codec, Exact | Cast):
@@ -147,7 +147,7 @@ class Law:
     """The least and the largest strength, width and steps that were measured."""
     optimizers: frozenset[str]
 
-    def kept(self, strength: float, training: Training) -> Kept | None:
+    def kept(self, strength: float, training: TrainingFacts) -> Kept | None:
         """Predict; None far from what was measured."""
         given = (strength, training.width, training.steps)
         if training.optimizer not in self.optimizers:
@@ -189,7 +189,7 @@ def fit(family: str, cells: Iterable[Cell], noisy: bool = False) -> Law | None:
     return Law(weights, spread, error, 1.645 + 1.52 / free, ranges, optimizers)
 
 
-def _features(strength: float, training: Training) -> Tensor:
+def _features(strength: float, training: TrainingFacts) -> Tensor:
     """The numbers that the line weighs, each 0 in the middle of what was measured; the noise is the last."""
     noise = 16.0 if training.noise is None else min(max(training.noise, 1 / MOST_NOISE), MOST_NOISE)
     return torch.tensor(
@@ -215,7 +215,7 @@ def measured_cells() -> tuple[Cell, ...]:
     """Read what was measured."""
     found: Any = json.loads(resources.files("laconic.tools.planner").joinpath("quality.json").read_text())
     return tuple(
-        Cell(plan=plan, training=Training(**each["training"]), name=name, **cell)
+        Cell(plan=plan, training=TrainingFacts(**each["training"]), name=name, **cell)
         for name, each in found["trainings"].items()
         for plan, cell in each["plans"].items()
     )

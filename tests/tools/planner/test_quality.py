@@ -9,7 +9,7 @@ import torch
 
 import laconic
 from laconic.plans.targets import width_of
-from laconic.tools.planner.quality import SOFT, Cell, Kept, Training, family_of, fit, measured_cells, predict
+from laconic.tools.planner.quality import SOFT, Cell, Kept, TrainingFacts, family_of, fit, measured_cells, predict
 
 PLANS = ("power_sgd(rank=32)", "power_sgd(rank=8)", "power_sgd(rank=2)")
 
@@ -30,7 +30,7 @@ def _cells(noise: float = 0.0, trainings: int = 12, plans=PLANS) -> list[Cell]:
     torch.manual_seed(0)
     found = []
     for index in range(trainings):
-        training = Training(width=(200.0, 400.0)[index % 2], steps=(300, 600, 1200)[index % 3])
+        training = TrainingFacts(width=(200.0, 400.0)[index % 2], steps=(300, 600, 1200)[index % 3])
         of_training = noise * torch.randn(()).item()
         for plan in plans:
             lost = (_lost(_rank(plan), training.steps) + SOFT) * math.exp(of_training) - SOFT
@@ -66,7 +66,7 @@ def test_families(plan, family):
 def test_a_known_law_is_found():
     cells = _cells(trainings=60)
     for rank, steps in ((8, 300), (16, 300), (8, 600), (4, 300)):
-        found = predict(laconic.power_sgd(rank), Training(300.0, steps), cells)
+        found = predict(laconic.power_sgd(rank), TrainingFacts(300.0, steps), cells)
         assert found is not None and found.value == pytest.approx(1 - _lost(rank, steps), abs=0.02)
         assert found.low <= found.value <= found.high
 
@@ -86,17 +86,17 @@ def test_the_interval_has_nine_of_ten_trainings():
 def test_nothing_is_predicted_far_from_what_was_measured():
     cells = _cells()
     power = laconic.power_sgd(rank=8)
-    assert predict(power, Training(400.0 * 4.9, 300), cells) is not None
-    assert predict(power, Training(400.0 * 5.1, 300), cells) is None
-    assert predict(power, Training(300.0, 1200 * 6), cells) is None
-    assert predict(power, Training(300.0, 300, "sgd"), cells) is None
-    assert predict(laconic.power_sgd(rank=200), Training(1900.0, 300), cells) is None
-    assert predict(laconic.diloco(), Training(300.0, 300), cells) is None  # of another family
-    assert predict(power, Training(300.0, 300), cells[:9]) is None  # three trainings are too few
+    assert predict(power, TrainingFacts(400.0 * 4.9, 300), cells) is not None
+    assert predict(power, TrainingFacts(400.0 * 5.1, 300), cells) is None
+    assert predict(power, TrainingFacts(300.0, 1200 * 6), cells) is None
+    assert predict(power, TrainingFacts(300.0, 300, "sgd"), cells) is None
+    assert predict(laconic.power_sgd(rank=200), TrainingFacts(1900.0, 300), cells) is None
+    assert predict(laconic.diloco(), TrainingFacts(300.0, 300), cells) is None  # of another family
+    assert predict(power, TrainingFacts(300.0, 300), cells[:9]) is None  # three trainings are too few
 
 
 def test_what_needs_no_measurement():
-    training = Training(1e6, 10**9, "muon")
+    training = TrainingFacts(1e6, 10**9, "muon")
     assert predict(laconic.ddp(), training) == Kept(1.0, 1.0, 1.0)
     assert predict(laconic.alone(), training) == Kept(0.0, 0.0, 0.0)
 
@@ -112,5 +112,5 @@ def test_the_file_has_what_the_named_plans_need():
     assert len(names) >= 8
     for plan in ("quantized_ddp()", "power_sgd()", "frugal('60x')", "diloco()", "sparse_loco()"):
         for kind in ("adaptive", "sgd"):
-            found = predict(laconic.plan(plan), Training(128.0, 600, kind))
+            found = predict(laconic.plan(plan), TrainingFacts(128.0, 600, kind))
             assert found is not None and found.low <= found.value <= found.high
