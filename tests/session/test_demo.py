@@ -180,13 +180,13 @@ def test_momentum_twice_or_not_at_all_is_a_warning(text, optimizer, warning):
 def test_a_guard_does_not_take_momentum_for_a_lag() -> None:
     plan, seen = run_workers(_guarded, 2)[0]
     assert plan == "demo(bits=4)"
-    assert seen > 1.5
+    assert seen > 1.0, "the guard would have acted on a residual of this length"
 
 
 def _guarded(worker: int) -> tuple[str, float]:
     model = mlp()
     optimizer = laconic.optim.DeMo(model.parameters(), lr=LR)
-    guard = laconic.Guard("act", every=1)
+    guard = laconic.Guard("act", limit=1.0, every=1)
     with laconic.attach("demo()", model, optimizer, observers=[guard]) as session:
         for step in range(12):
             x, y = batch(worker, step)

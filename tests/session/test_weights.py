@@ -245,7 +245,8 @@ def _few_tensors(worker: int, text: str) -> tuple[int, float, list[Tensor]]:
 def test_fragments_beyond_the_tensors_of_a_model_are_empty(plan):
     assert laconic.plan(plan).schedule.fragments > 2
     (sent, planned, here), (_, _, there) = run_workers(_few_tensors, 2, (plan,))
-    assert sent == planned > 0
+    assert sent == pytest.approx(planned, rel=1e-12)  # the mean over a period, times its steps
+    assert sent > 0
     assert all(map(torch.equal, here, there))
 
 
