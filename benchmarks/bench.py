@@ -36,7 +36,7 @@ RECORDED = HERE / "recorded.json"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- recorded: benchmarks/bench.py --record writes this -->\n", "<!-- end of recorded -->\n"
 
-Verdict: TypeAlias = Literal["as recorded", "slower", "faster", "missing", "new"]
+Change: TypeAlias = Literal["as recorded", "slower", "faster", "missing", "new"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Row:
     name: str
     recorded: float | None
     now: float | None
-    verdict: Verdict
+    change: Change
 
 
 def compare(recorded: Mapping[str, float], now: Mapping[str, float], bands: Mapping[str, float]) -> list[Row]:
@@ -54,18 +54,18 @@ def compare(recorded: Mapping[str, float], now: Mapping[str, float], bands: Mapp
 
     >>> compare({"a: x": 1.0, "a: y": 1.0}, {"a: x": 1.3, "a: z": 2.0}, {"a": 0.25})
     ... # doctest: +NORMALIZE_WHITESPACE
-    [Row(name='a: x', recorded=1.0, now=1.3, verdict='slower'),
-     Row(name='a: y', recorded=1.0, now=None, verdict='missing'),
-     Row(name='a: z', recorded=None, now=2.0, verdict='new')]
+    [Row(name='a: x', recorded=1.0, now=1.3, change='slower'),
+     Row(name='a: y', recorded=1.0, now=None, change='missing'),
+     Row(name='a: z', recorded=None, now=2.0, change='new')]
     """
     rows = []
     for name in dict.fromkeys((*recorded, *now)):
         before, after = recorded.get(name), now.get(name)
-        rows.append(Row(name, before, after, _verdict(before, after, bands[name.partition(":")[0]])))
+        rows.append(Row(name, before, after, _change(before, after, bands[name.partition(":")[0]])))
     return rows
 
 
-def _verdict(before: float | None, after: float | None, band: float) -> Verdict:
+def _change(before: float | None, after: float | None, band: float) -> Change:
     if before is None:
         return "new"
     if after is None:
@@ -124,11 +124,11 @@ def run_all(benchmarks: Sequence[Benchmark]) -> tuple[dict[str, float], bool]:
 
 def show(rows: Sequence[Row], bands: Mapping[str, float]) -> None:
     width = max(len(row.name) for row in rows)
-    print(f"\n{'ratio to a peer, lower is better':<{width}} {'recorded':>9} {'now':>7}  verdict")
+    print(f"\n{'ratio to a peer, lower is better':<{width}} {'recorded':>9} {'now':>7}  change")
     for row in rows:
         before, after = ("-" if value is None else f"{value:.2f}" for value in (row.recorded, row.now))
-        band = f" (noise: {bands[row.name.partition(':')[0]]:.0%})" if row.verdict in ("slower", "faster") else ""
-        print(f"{row.name:<{width}} {before:>9} {after:>7}  {row.verdict}{band}")
+        band = f" (noise: {bands[row.name.partition(':')[0]]:.0%})" if row.change in ("slower", "faster") else ""
+        print(f"{row.name:<{width}} {before:>9} {after:>7}  {row.change}{band}")
 
 
 def record(ratios: Mapping[str, float]) -> None:
@@ -167,7 +167,7 @@ def main() -> None:
     mine = {name: ratio for name, ratio in known.items() if name.partition(":")[0] in {each.name for each in able}}
     rows = compare(mine, ratios, bands)
     show(rows, bands)
-    slower = [row.name for row in rows if row.verdict in ("slower", "missing")]
+    slower = [row.name for row in rows if row.change in ("slower", "missing")]
     print(f"\n{len(slower)} slower or missing: {'; '.join(slower)}" if slower else "\nnothing got slower")
     raise SystemExit(bool(slower) or not good)
 

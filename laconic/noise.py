@@ -15,7 +15,7 @@ from __future__ import annotations
 from math import isfinite
 
 MOST_NOISE = 1000.0
-"""The largest noise that is told: beyond it, |G|² is lost in the noise of its own measurement."""
+"""The largest noise that is reported: beyond it, |G|² is lost in the noise of its own measurement."""
 LEAST_WORTH = 1.15
 """Workers that are worth less together should train alone: the link and the wait for the slowest cost more."""
 _KEPT = 0.98

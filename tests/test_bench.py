@@ -19,11 +19,11 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("bench")
 
 
-def test_each_ratio_gets_its_verdict_by_the_band_of_its_benchmark(bench):
+def test_each_ratio_is_judged_by_the_band_of_its_benchmark(bench):
     recorded = {"a: same": 1.0, "a: worse": 1.0, "b: worse": 1.0, "a: better": 1.0, "a: gone": 2.0}
     now = {"a: same": 1.2, "a: worse": 1.3, "b: worse": 1.3, "a: better": 0.7, "a: added": 3.0}
     rows = bench.compare(recorded, now, {"a": 0.25, "b": 0.5})
-    assert {row.name: row.verdict for row in rows} == {
+    assert {row.name: row.change for row in rows} == {
         "a: same": "as recorded",
         "a: worse": "slower",
         "b: worse": "as recorded",

@@ -139,7 +139,7 @@ for rounds in ("two", "alternating"):
         assert (given["a"].float() + residual["a"] - truth).abs().max() <= 1e-5 * truth.abs().max(), (rounds, dtype)
         assert given["a"].max() == 65504 or (rounds, dtype) != ("two", torch.float16)
 
-    for verdict in (False, True):  # of all exchanges of the step
+    for finite in (False, True):  # of all exchanges of the step
         given, residual, factors = {"a": torch.randn(70, 92)}, {}, Factors({})
         for step in range(3):
             exchange = bind(codec, given, {}, given, residual, factors).exchange(Peers(0, 1))
@@ -148,12 +148,12 @@ for rounds in ("two", "alternating"):
             while isinstance(request, Mean):
                 request = exchange.send(request.x)
             try:
-                exchange.send(torch.tensor(verdict or step == 0))
+                exchange.send(torch.tensor(finite or step == 0))
             except StopIteration as stop:
-                assert bool(stop.value.finite()) == (verdict or step == 0)
+                assert bool(stop.value.finite()) == (finite or step == 0)
             after = (residual["a"], factors.p["a"], factors.q["a"])
             same = [torch.equal(a, b) for a, b in zip(after, before)]
-            assert all(same) if not verdict and step else not same[0], (rounds, verdict, step, same)
+            assert all(same) if not finite and step else not same[0], (rounds, finite, step, same)
             assert given["a"].isfinite().all()  # its own messages were finite
 
 small = {name: torch.randn(size) for name, size in (("a", 3), ("b", 1025), ("c", 1))}
