@@ -167,7 +167,7 @@ def check_progress(faults: Faults, cluster: Cluster) -> float:
 
 @pytest.mark.slow
 def test_some_seconds_of_chaos_with_a_fragment_always_in_flight(tmp_path):
-    run_chaos(tmp_path, SIX[:4], seconds=10, seed=4, plan="frugal('30x', delay=1)", momentum=0.0)
+    run_chaos(tmp_path, SIX[:4], seconds=10, seed=4, plan="streaming_diloco(period=2, fragments=2)", momentum=0.0)
 
 
 @pytest.mark.nightly
@@ -180,8 +180,8 @@ def test_a_minute_of_chaos(tmp_path):
 @pytest.mark.parametrize(
     ("plan", "conserves"),
     [
-        ("frugal('60x')", True),
-        ("frugal('30x', delay=1)", True),
+        ("streaming_diloco(period=4, fragments=4, delay=0)", True),
+        ("streaming_diloco(period=2, fragments=2)", True),
         ("quantized_ddp()", True),
         ("sparse_loco()", False),  # its residuals decay
         ("streaming_diloco(period=8)", True),
@@ -194,7 +194,7 @@ def test_a_minute_of_chaos_in_which_the_host_of_the_store_dies_twice(tmp_path, p
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("plan", ["ddp()", "frugal('30x', delay=1)"])
+@pytest.mark.parametrize("plan", ["ddp()", "streaming_diloco(period=2, fragments=2)"])
 def test_ten_minutes_of_chaos(tmp_path, plan):
     exact = plan == "ddp()"
     given = {"momentum": 0.5, "conserves": False} if exact else {"momentum": 0.0, "hosts": 10}

@@ -120,8 +120,8 @@ def test_a_worker_that_restarts_at_once_does_not_take_the_others_back_to_what_it
     ("plan", "fault"),
     [
         ("ddp()", signal.SIGKILL),
-        ("frugal('30x', delay=1)", signal.SIGKILL),
-        ("frugal('30x', delay=1)", signal.SIGSTOP),
+        ("streaming_diloco(period=2, fragments=2)", signal.SIGKILL),
+        ("streaming_diloco(period=2, fragments=2)", signal.SIGSTOP),
     ],
 )
 def test_all_stop_when_the_host_of_the_store_is_gone_and_continue_from_their_folder(tmp_path, plan, fault):
@@ -200,7 +200,7 @@ def test_a_second_process_replaces_the_first_one_with_its_id(tmp_path):
         pytest.param("diloco(period=4)", marks=pytest.mark.nightly),
         pytest.param("post_local_sgd(period=4)", marks=pytest.mark.nightly),
         "power_sgd(rank=1)",
-        "frugal('60x')",
+        "streaming_diloco(period=4, fragments=4, delay=0)",
     ],
 )
 def test_every_method_survives_a_loss_and_a_return(tmp_path, plan):
@@ -225,11 +225,11 @@ BY_NIGHT = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("plan", "repeat"),
     [
-        ("frugal('30x', delay=1)", 3),  # a period, and the delay
+        ("streaming_diloco(period=2, fragments=2)", 3),  # a period, and the delay
         ("Plan(Streaming(4, 4, 1))", 5),
         pytest.param("Plan(Streaming(5, 2, 3), ErrorFeedback(Quantized(2)))", 8, marks=BY_NIGHT),
         pytest.param("streaming_diloco(period=8, fragments=2, delay=1)", 5, marks=BY_NIGHT),
-        pytest.param("frugal('60x')", 2, marks=BY_NIGHT),
+        pytest.param("streaming_diloco(period=4, fragments=4, delay=0)", 2, marks=BY_NIGHT),
         pytest.param("diloco(period=4)", 5, marks=BY_NIGHT),
         pytest.param("quantized_ddp()", 2, marks=BY_NIGHT),
     ],
@@ -248,7 +248,7 @@ def test_a_kill_at_any_step_repeats_few_steps_and_the_worker_joins_again(tmp_pat
         assert len({line["shared"] for line in cluster.finals().values()}) == 1
 
 
-@pytest.mark.parametrize("plan", ["frugal('30x', delay=1)", "Plan(Streaming(4, 4, 1))"])
+@pytest.mark.parametrize("plan", ["streaming_diloco(period=2, fragments=2)", "Plan(Streaming(4, 4, 1))"])
 def test_a_worker_joins_while_a_fragment_is_always_in_flight(tmp_path, plan):
     with Cluster(job(tmp_path, plan=plan, momentum=0.0, expect=2)) as cluster:
         cluster.start("0", "1")
