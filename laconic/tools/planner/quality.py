@@ -10,7 +10,7 @@ the steps between two rounds of weights:
 It is fitted by least squares, and b to f are pulled to 0, so that few trainings are enough. Where the gradient noise is
 unknown (`noise.py`), a line without it is fitted. The interval is for nine of ten trainings like the measured ones.
 What is far from all of them has no prediction.
-`benchmarks/trainings.py --record` writes the file, and docs/quality.md says how well training left out are predicted.
+`benchmarks/trainings.py --record` adds to the file, and docs/quality.md says how well training left out are predicted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -212,10 +213,18 @@ def _law(family: str, noisy: bool) -> Law | None:
 
 @cache
 def measured_cells() -> tuple[Cell, ...]:
-    """Read what was measured."""
-    found: Any = json.loads(resources.files("laconic.tools.planner").joinpath("quality.json").read_text())
+    """Return what was measured at the learning rate of `ddp()`, in the mean over seeds."""
     return tuple(
-        Cell(plan=plan, training=TrainingFacts(**each["training"]), name=name, **cell)
-        for name, each in found["trainings"].items()
+        Cell(name, TrainingFacts(**each["training"]), plan, cell["fewer"], fmean(by_seed), len(by_seed))
+        for name, each in record().items()
         for plan, cell in each["plans"].items()
+        if (by_seed := cell["kept"].values())
     )
+
+
+@cache
+def record() -> dict[str, Any]:
+    """Read the file: of each training what it is, and what each plan kept of it, by seed."""
+    found: Any = json.loads(resources.files("laconic.tools.planner").joinpath("quality.json").read_text())
+    trainings: dict[str, Any] = found["trainings"]
+    return trainings
