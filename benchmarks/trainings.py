@@ -626,8 +626,8 @@ def described(name: str, steps: int | None, found: Sequence[Mapping[str, Any]]) 
         "about": training.about,
         "training": asdict(facts),
         "optimizers": kinds,
-        "shapes": [list(p.shape) for p in shapes.values()],
-        "buffers": [list(b.shape) for b in model.buffers() if b.is_floating_point()],
+        "shapes": {n: list(p.shape) for n, p in shapes.items()},
+        "buffers": {n: list(b.shape) for n, b in model.named_buffers() if b.is_floating_point()},
         "plans": {},
         "rates": {},
     }

@@ -102,7 +102,8 @@ def test_what_frugal_becomes_on_large_matrices() -> None:
     for text, plan in {
         "3.7x": quantized_ddp(8),
         "7.5x": quantized_ddp(4),
-        "8x": diloco(period=1),
+        "8x": power_sgd(255),
+        "25x": Plan(Streaming(2, 2), few_bits),
         "30x": Plan(Streaming(2, 2), few_bits),
         "60x": streaming_diloco(period=4, delay=0),
         "120x": Plan(Streaming(8, 4), few_bits),
@@ -110,6 +111,18 @@ def test_what_frugal_becomes_on_large_matrices() -> None:
     }.items():
         assert frugal(text).resolved(facts_of(large, 4)) == plan, text
     assert frugal("120x", start=5, delay=1).resolved(facts_of(large, 4)) == streaming_diloco(period=8, start=5)
+
+
+def test_frugal_sends_gradients_of_low_rank_while_the_rank_is_a_large_share_of_the_width() -> None:
+    narrow = {f"{i}": (128, 512) for i in range(4)}
+    for optimizers in (("adaptive",), ("sgd",), ("muon", "adaptive")):
+        facts = facts_of(narrow, 4, optimizers=optimizers)  # type: ignore[arg-type]
+        assert frugal("60x", start=3).resolved(facts) == power_sgd(13, start=3)
+        assert frugal("120x").resolved(facts).local  # rank 6 is below a twentieth
+        assert frugal("60x", delay=1).resolved(facts).local  # gradients of one step cannot be late
+    large = facts_of(MODELS["large matrices"], 4)
+    assert frugal("20x").resolved(large) == power_sgd(198)  # of 1024; rank 158 is below a sixth
+    assert frugal("25x").resolved(large).local
 
 
 def test_a_target_stands_for_what_it_becomes_on_large_matrices() -> None:
