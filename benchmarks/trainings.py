@@ -227,7 +227,7 @@ def digits() -> tuple[Batch, Batch]:
     return (images[~held_out], labels[~held_out]), (images[held_out], labels[held_out])
 
 
-def write(path: Path, save: Callable[[Path], None]) -> None:
+def write(path: Path, save: Callable[[Path], object]) -> None:
     """Write a file as a whole, also if several processes do."""
     path.parent.mkdir(parents=True, exist_ok=True)
     place = path.with_suffix(f".{os.getpid()}")
@@ -611,7 +611,8 @@ def record(found: Sequence[Mapping[str, Any]], path: Path) -> None:
         same = [plan for plan in rates if laconic.plan(plan) == laconic.plan(ran)]
         cell = rates.setdefault(same[0] if same else ran, {"fewer": round(each["fewer"], 1), "kept": {}})
         cell["kept"][str(each["seed"])] = round(each["kept"], 3)
-    write(path, lambda place: place.write_text(as_lines({"trainings": held}) + "\n") and None)
+    text = as_lines({"trainings": held}) + "\n"
+    write(path, lambda place: place.write_bytes(text.encode()))
 
 
 def described(name: str, steps: int | None, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -154,11 +154,15 @@ def choices() -> Iterator[Choice]:
 
 def rule() -> str:
     """A row for each training, and three columns for each factor."""
-    rows = defaultdict(list)
+    rows = defaultdict[str, list[str]](list)
     for each in choices():
         kept = "not measured" if each.own is None else _shown(each.own)
         better = each.behind is not None and each.behind > 0
-        rows[each.training] += [f"`{_short(each.became)}`", kept, f"`{each.best.plan}` {_shown(each.best)}" if better else ""]
+        rows[each.training] += [
+            f"`{_short(each.became)}`",
+            kept,
+            f"`{each.best.plan}` {_shown(each.best)}" if better else "",
+        ]
     head = [part for factor in FACTORS for part in (f'`frugal("{factor}")` is', "kept", "more")]
     return _table(["training", *head], [[name, *row] for name, row in rows.items()])
 
@@ -234,7 +238,7 @@ def law() -> str:
         found = quality.fit(name, cells, noisy=True)
         if found is not None:
             weights = found.weights.tolist()[1:]
-            rows.append([name, *(f"× {2.718281828 ** each:.2f}" for each in weights)])
+            rows.append([name, *(f"× {2.718281828**each:.2f}" for each in weights)])
     return _table(["family", *FEATURES], rows)
 
 

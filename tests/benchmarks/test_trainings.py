@@ -60,7 +60,9 @@ def test_recording_keeps_what_was_recorded(suite, tmp_path):
     ends = [_line("ddp()", 1.0), _line("alone()", 2.0)]
     path = tmp_path / "quality.json"
     suite.record([*ends, _line("frugal('60x')", 1.5, became="power_sgd(rank=4, bits=4)")], path)
-    suite.record([_line(*each, seed=0) for each in (("ddp()", 1.0), ("alone()", 2.0), ("power_sgd(rank=4)", 1.1))], path)
+    suite.record(
+        [_line(*each, seed=0) for each in (("ddp()", 1.0), ("alone()", 2.0), ("power_sgd(rank=4)", 1.1))], path
+    )
     suite.record([*ends, _line("power_sgd(rank=4)", 1.2), _line("diloco()", 1.4, lr=0.5)], path)
     cnn = json.loads(path.read_text())["trainings"]["cnn"]
     assert cnn["plans"] == {"power_sgd(rank=4, bits=4)": {"fewer": 60.0, "kept": {"1": 0.8, "0": 0.9}}}

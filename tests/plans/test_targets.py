@@ -22,7 +22,6 @@ from laconic import (
     Streaming,
     TopK,
     ddp,
-    diloco,
     frugal,
     power_sgd,
     quantized_ddp,
@@ -123,6 +122,15 @@ def test_frugal_sends_gradients_of_low_rank_while_the_rank_is_a_large_share_of_t
     large = facts_of(MODELS["large matrices"], 4)
     assert frugal("20x").resolved(large) == power_sgd(198)  # of 1024; rank 158 is below a sixth
     assert frugal("25x").resolved(large).local
+
+
+def test_frugal_sends_few_bits_of_thin_matrices_under_adam() -> None:
+    thin = {f"{i}.{side}": shape for i in range(4) for side, shape in (("a", (8, 256)), ("b", (256, 8)))}
+    few = {text: frugal(text).resolved(facts_of(thin, 2)) for text in ("15x", "30x", "60x")}
+    assert few["15x"] == quantized_ddp(2)
+    assert few["30x"] == quantized_ddp(1, block=256)
+    assert few["60x"].local
+    assert frugal("30x").resolved(facts_of(thin, 2, optimizers=("sgd",))).local
 
 
 def test_a_target_stands_for_what_it_becomes_on_large_matrices() -> None:
