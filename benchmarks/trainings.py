@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
 import math
 import os
 import statistics
@@ -39,7 +40,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
@@ -350,6 +351,7 @@ class Run:
     seed: int
     lr: float = 1.0
     steps: int | None = None
+    guard: Literal["warn", "act"] | None = None
 
 
 @dataclass
@@ -364,6 +366,8 @@ class Found:
     seconds: float
     noise: float | None = None
     """The gradient noise in batches of one worker, under `ddp()`."""
+    alarms: list[str] = field(default_factory=list)
+    """What the guard logged."""
     torch: str = field(default_factory=lambda: torch.__version__)
 
 
@@ -386,6 +390,7 @@ class Worker:
         self.training = TRAININGS[run.training]
         self.steps = run.steps or self.training.steps
         self.plan = laconic.plan(run.plan)
+        self.guard = run.guard or ("warn" if self.plan == laconic.ddp() else None)  # it measures the noise
         if run.plan.startswith("demo("):
             self.optimizers = demo(model, self.training.sign_lr)
         else:
@@ -400,7 +405,7 @@ class Worker:
             self.optimizers,
             group=group,
             clip_norm=self.training.clip,
-            observers=[laconic.Guard("warn")] if self.plan == laconic.ddp() else [],  # it measures the noise
+            observers=[laconic.Guard(self.guard)] if self.guard else [],
         )
         meet()  # sessions are listed in one place
         often = 1 if self.run.plan == "alone()" else POINTS
@@ -445,6 +450,10 @@ def simulate(run: Run) -> Found:
             meet = partial(world.barrier, index)
             sessions[index] = workers[index].train(world.group(index), meet, validate)
 
+    logged: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda line: logged.append(line.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("laconic.guard").addHandler(listener)
     began = time.perf_counter()
     threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(WORKERS)]
     for thread in threads:
@@ -457,7 +466,7 @@ def simulate(run: Run) -> Found:
     whole = laconic.sent_bytes(laconic.ddp(), session.parameters, WORKERS) * workers[0].steps
     seconds = time.perf_counter() - began
     noise = None if session.health is None else session.health.noise
-    found = Found(repr(session.plan), curve[-1][1], curve, session.ledger.wire_bytes, whole, seconds, noise)
+    found = Found(repr(session.plan), curve[-1][1], curve, session.ledger.wire_bytes, whole, seconds, noise, logged)
     for each in sessions.values():
         each.detach()
     return found
@@ -527,7 +536,7 @@ def run_all(runs: Iterable[Run], path: Path, jobs: int) -> list[dict[str, Any]]:
     """Run what is not in the file, `jobs` at a time, and return all its lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     done = lines(path)
-    known = {Run(**{name: each[name] for name in asdict(Run("", "", 0))}) for each in done}
+    known = {Run(**{name: each[name] for name in asdict(Run("", "", 0)) if name in each}) for each in done}
     waiting = [run for run in dict.fromkeys(runs) if run not in known]
     context = get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
@@ -576,7 +585,8 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     """A row for each plan, a column for each training: kept in percent, and times fewer bytes."""
     cells: dict[tuple[str, float], dict[str, list[Mapping[str, Any]]]] = {}
     for each in kept_of(found):
-        cells.setdefault((each["plan"], each["lr"]), {}).setdefault(each["training"], []).append(each)
+        guarded = f"{each['plan']}, guard {each['guard']}" if each.get("guard") else each["plan"]
+        cells.setdefault((guarded, each["lr"]), {}).setdefault(each["training"], []).append(each)
     columns = [name for name in TRAININGS if any(name in row for row in cells.values())]
     rows = [f"| plan | {' | '.join(columns)} |", f"|{'---|' * (1 + len(columns))}"]
     for (plan, lr), row in cells.items():
@@ -603,7 +613,7 @@ def record(found: Sequence[Mapping[str, Any]], path: Path) -> None:
         name = each["training"] if each["steps"] is None else f"{each['training']}, {each['steps']} steps"
         if name not in held:
             held[name] = described(each["training"], each["steps"], found)
-        if each["plan"] in ("ddp()", "alone()"):
+        if each["plan"] in ("ddp()", "alone()") or each.get("guard"):
             continue
         rates = held[name]["plans"] if each["lr"] == 1 else held[name]["rates"].setdefault(f"{each['lr']:g}", {})
         target = isinstance(laconic.plan(each["plan"]), TargetPlan)
@@ -671,6 +681,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--lr", nargs="+", type=float, default=[1.0], help="factors of the learning rate")
     parser.add_argument("--steps", type=int, help="of each run; default: the training's own")
+    parser.add_argument("--guard", choices=["warn", "act"], help="watch each plan; what it logs is in the results")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, default=Path("build/trainings.jsonl"))
     parser.add_argument("--quick", action="store_true")
@@ -703,7 +714,7 @@ def main() -> None:
         runs = [Run(name, "ddp()", seed, lr, options.steps) for name in names for seed in seeds for lr in options.lr]
     else:
         runs = [
-            Run(name, plan, seed, lr, options.steps)
+            Run(name, plan, seed, lr, options.steps, options.guard)
             for plan, lr, name, seed in itertools.product(options.plans, options.lr, names, seeds)
         ]
     for name in names:
