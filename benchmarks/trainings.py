@@ -70,7 +70,7 @@ Optimizers = list[torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Training:
-    """One training. `lr` was tuned for `ddp()` with `--tune`, `sign_lr` for `demo()` in the same way."""
+    """One training. `lr` was tuned for `ddp()` with `--tune`. `sign_lr` of `demo()` was not: see `--lr`."""
 
     about: str
     model: Callable[[int], nn.Module]

@@ -32,7 +32,14 @@ NEAR = 0.05
 ROWS = (
     *("quantized_ddp()", 'frugal("30x")', 'frugal("60x")', 'frugal("120x")'),
     *("power_sgd(rank=32)", "power_sgd(rank=16)", "power_sgd(rank=8)", "power_sgd(rank=4)"),
-    *("diloco(period=4)", "diloco()", "diloco(lr=0.7, momentum=0.9)", "streaming_diloco()", "sparse_loco()"),
+    *(
+        "diloco(period=4)",
+        "diloco()",
+        "diloco(lr=0.7, momentum=0.9)",
+        "diloco(period=100, lr=0.7, momentum=0.9)",
+        "streaming_diloco()",
+        "sparse_loco()",
+    ),
     *("post_local_sgd()", "demo(fraction=0.07)", "demo()", "demo(fraction=0.014)"),
 )
 
@@ -78,6 +85,21 @@ def suite() -> str:
     return _table(["plan", *trainings], rows)
 
 
+SHORT = ("prose", "batches", "wide", "muon", "lora", "lstm", "cnn", "vit")
+
+
+def short() -> str:
+    """What the plans that `frugal` chooses keep, by kind of training: the table for a front page."""
+    plans = ("quantized_ddp()", *(f'frugal("{factor}")' for factor in FACTORS))
+    rows = []
+    for name in SHORT:
+        training = quality.record()[name]
+        cells = [measured(training, laconic.plan(plan)) for plan in plans]
+        shown = ("" if cell is None else f"{100 * cell.mean:.0f} %" for cell in cells)
+        rows.append([training["about"], *shown])
+    return _table(["kept of", *(f"`{plan}`" for plan in plans)], rows)
+
+
 def kinds() -> str:
     """What the trainings are."""
     rows = [
@@ -111,7 +133,7 @@ def by_rate() -> str:
     return _table(["training", "plan", *(f"rate × {rate:g}" for rate in RATES)], rows)
 
 
-RATES = (0.25, 0.5, 1.0, 2.0)
+RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 # The rule of `frugal`.

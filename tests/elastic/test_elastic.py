@@ -225,7 +225,7 @@ BY_NIGHT = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("plan", "repeat"),
     [
-        ("frugal('30x', delay=1)", 3),  # a period, and the delay
+        ("Plan(Streaming(2, 2, 1), ErrorFeedback(Quantized(2)))", 3),  # a period, and the delay
         ("Plan(Streaming(4, 4, 1))", 5),
         pytest.param("Plan(Streaming(5, 2, 3), ErrorFeedback(Quantized(2)))", 8, marks=BY_NIGHT),
         pytest.param("streaming_diloco(period=8, fragments=2, delay=1)", 5, marks=BY_NIGHT),
