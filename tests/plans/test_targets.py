@@ -115,7 +115,7 @@ def test_what_frugal_becomes_on_large_matrices() -> None:
 def test_frugal_sends_gradients_of_low_rank_while_the_rank_is_a_large_share_of_the_width() -> None:
     narrow = {f"{i}": (128, 512) for i in range(4)}
     for optimizers in (("adaptive",), ("sgd",), ("muon", "adaptive")):
-        facts = facts_of(narrow, 4, optimizers=optimizers)  # type: ignore[arg-type]
+        facts = facts_of(narrow, 4, optimizers=optimizers)
         assert frugal("60x", start=3).resolved(facts) == power_sgd(13, start=3)
         assert frugal("120x").resolved(facts).local  # rank 6 is below a twentieth
         assert frugal("60x", delay=1).resolved(facts).local  # gradients of one step cannot be late

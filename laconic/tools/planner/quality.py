@@ -196,7 +196,8 @@ def _least_squares(x: Tensor, y: Tensor) -> Tensor:
     """Solve for the weights of [cells, features], all but the level pulled to 0."""
     pull = PULL * torch.eye(x.shape[1], dtype=torch.float64)
     pull[0, 0] = 1e-6
-    return torch.linalg.solve(x.T @ x + pull, x.T @ y)
+    weights: Tensor = torch.linalg.solve(x.T @ x + pull, x.T @ y)
+    return weights
 
 
 def _features(strength: float, training: TrainingFacts) -> Tensor:
