@@ -5,8 +5,8 @@
     python benchmarks/trainings.py --trainings prose cnn --plans "power_sgd(rank=8)" --seeds 0
     python benchmarks/trainings.py --tune prose                 # the learning rate of `ddp()`
     python benchmarks/trainings.py --table                      # what is in the file of results, and no runs
+    python benchmarks/trainings.py --record                     # add the results to what `laconic plan` predicts from
     python benchmarks/trainings.py --left-out                   # how well each training is predicted from the others
-    python benchmarks/trainings.py --record                     # write what `laconic plan` predicts from
 
 Each run is four workers in one process, as threads of the simulator: sessions run unchanged, and the collectives have
 the bits of gloo's. `--processes` runs one with real processes over gloo instead, to check that. Learning rates are
@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
 import math
 import os
 import statistics
@@ -39,7 +40,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
@@ -48,7 +49,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import laconic
-from laconic.plans.targets import width_of
+from laconic.plans.targets import Kind, TargetPlan, width_of
 from laconic.tools.lab import text
 from laconic.tools.lab.models import GPT
 from laconic.tools.planner import quality
@@ -56,11 +57,12 @@ from laconic.tools.simulate.in_process import InProcessWorld
 
 WORKERS = 4
 CONTEXT = 64
-POINTS = 10
-"""How often a run is validated."""
+POINTS = 4
+"""How often a run is validated; `alone()`, whose workers all are, only at its end."""
 CACHE = Path(__file__).parents[1] / "build" / "trainings"
-RECORD = Path(quality.__file__).with_suffix(".json")
 """What is computed once: digits, a pretrained model."""
+RECORD = Path(quality.__file__).with_suffix(".json")
+"""What was measured, by training, plan and seed."""
 
 Batch = tuple[Tensor, Tensor]
 Optimizers = list[torch.optim.Optimizer]
@@ -68,7 +70,7 @@ Optimizers = list[torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Training:
-    """One training. `lr` was tuned for `ddp()` with `--tune`, `sign_lr` for `demo()` in the same way."""
+    """One training. `lr` was tuned for `ddp()` with `--tune`. `sign_lr` of `demo()` was not: see `--lr`."""
 
     about: str
     model: Callable[[int], nn.Module]
@@ -226,7 +228,7 @@ def digits() -> tuple[Batch, Batch]:
     return (images[~held_out], labels[~held_out]), (images[held_out], labels[held_out])
 
 
-def write(path: Path, save: Callable[[Path], None]) -> None:
+def write(path: Path, save: Callable[[Path], object]) -> None:
     """Write a file as a whole, also if several processes do."""
     path.parent.mkdir(parents=True, exist_ok=True)
     place = path.with_suffix(f".{os.getpid()}")
@@ -349,6 +351,7 @@ class Run:
     seed: int
     lr: float = 1.0
     steps: int | None = None
+    guard: Literal["warn", "act"] | None = None
 
 
 @dataclass
@@ -363,6 +366,8 @@ class Found:
     seconds: float
     noise: float | None = None
     """The gradient noise in batches of one worker, under `ddp()`."""
+    alarms: list[str] = field(default_factory=list)
+    """What the guard logged."""
     torch: str = field(default_factory=lambda: torch.__version__)
 
 
@@ -385,6 +390,7 @@ class Worker:
         self.training = TRAININGS[run.training]
         self.steps = run.steps or self.training.steps
         self.plan = laconic.plan(run.plan)
+        self.guard = run.guard or ("warn" if self.plan == laconic.ddp() else None)  # it measures the noise
         if run.plan.startswith("demo("):
             self.optimizers = demo(model, self.training.sign_lr)
         else:
@@ -399,10 +405,11 @@ class Worker:
             self.optimizers,
             group=group,
             clip_norm=self.training.clip,
-            observers=[laconic.Guard("warn")] if self.plan == laconic.ddp() else [],  # it measures the noise
+            observers=[laconic.Guard(self.guard)] if self.guard else [],
         )
         meet()  # sessions are listed in one place
-        points = {round(self.steps * (point + 1) / POINTS) for point in range(POINTS)}
+        often = 1 if self.run.plan == "alone()" else POINTS
+        points = {round(self.steps * (point + 1) / often) for point in range(often)}
         for step in range(1, self.steps + 1):
             factor = self.run.lr * share_of_lr(step, self.steps, self.training.warmup)
             groups = [each for optimizer in self.optimizers for each in optimizer.param_groups]
@@ -443,6 +450,10 @@ def simulate(run: Run) -> Found:
             meet = partial(world.barrier, index)
             sessions[index] = workers[index].train(world.group(index), meet, validate)
 
+    logged: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda line: logged.append(line.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("laconic.guard").addHandler(listener)
     began = time.perf_counter()
     threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(WORKERS)]
     for thread in threads:
@@ -455,7 +466,7 @@ def simulate(run: Run) -> Found:
     whole = laconic.sent_bytes(laconic.ddp(), session.parameters, WORKERS) * workers[0].steps
     seconds = time.perf_counter() - began
     noise = None if session.health is None else session.health.noise
-    found = Found(repr(session.plan), curve[-1][1], curve, session.ledger.wire_bytes, whole, seconds, noise)
+    found = Found(repr(session.plan), curve[-1][1], curve, session.ledger.wire_bytes, whole, seconds, noise, logged)
     for each in sessions.values():
         each.detach()
     return found
@@ -525,7 +536,7 @@ def run_all(runs: Iterable[Run], path: Path, jobs: int) -> list[dict[str, Any]]:
     """Run what is not in the file, `jobs` at a time, and return all its lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     done = lines(path)
-    known = {Run(**{name: each[name] for name in asdict(Run("", "", 0))}) for each in done}
+    known = {Run(**{name: each[name] for name in asdict(Run("", "", 0)) if name in each}) for each in done}
     waiting = [run for run in dict.fromkeys(runs) if run not in known]
     context = get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
@@ -574,7 +585,8 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     """A row for each plan, a column for each training: kept in percent, and times fewer bytes."""
     cells: dict[tuple[str, float], dict[str, list[Mapping[str, Any]]]] = {}
     for each in kept_of(found):
-        cells.setdefault((each["plan"], each["lr"]), {}).setdefault(each["training"], []).append(each)
+        guarded = f"{each['plan']}, guard {each['guard']}" if each.get("guard") else each["plan"]
+        cells.setdefault((guarded, each["lr"]), {}).setdefault(each["training"], []).append(each)
     columns = [name for name in TRAININGS if any(name in row for row in cells.values())]
     rows = [f"| plan | {' | '.join(columns)} |", f"|{'---|' * (1 + len(columns))}"]
     for (plan, lr), row in cells.items():
@@ -590,36 +602,54 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 # Predictions.
 
 
-def cells_of(found: Sequence[Mapping[str, Any]]) -> list[quality.Cell]:
-    """What each plan keeps of each training at its own learning rate, in the mean over seeds."""
-    runs: dict[tuple[str, int | None, str], list[Mapping[str, Any]]] = {}
+KINDS: dict[str, tuple[Kind, ...]] = {"adamw": ("adaptive",), "sgd": ("sgd",), "muon": ("muon", "adaptive")}
+"""What optimizers of the suite are to the planner, the one of most numbers first."""
+
+
+def record(found: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Add runs to the file that the planner reads. What it has of other plans, learning rates and seeds stays."""
+    held: dict[str, Any] = json.loads(path.read_text())["trainings"] if path.exists() else {}
     for each in kept_of(found):
-        if each["lr"] == 1 and each["plan"] not in ("ddp()", "alone()"):
-            runs.setdefault((each["training"], each["steps"], each["plan"]), []).append(each)
-    noise: dict[str, list[float]] = {}
-    for each in found:
-        if each.get("noise") is not None:
-            noise.setdefault(each["training"], []).append(each["noise"])
-    cells = []
-    for (name, steps, plan), some in runs.items():
-        training = TRAININGS[name]
-        of = {"adamw": "adaptive", "sgd": "sgd", "muon": "muon"}[training.optimizers.__name__]
-        width = width_of({n: p for n, p in training.model(0).named_parameters() if p.requires_grad})
-        mean = round(statistics.fmean(noise[name]), 1) if name in noise else None
-        facts = quality.TrainingFacts(round(width, 1), steps or training.steps, of, mean)  # type: ignore[arg-type]
-        kept = statistics.fmean(each["kept"] for each in some)
-        label = name if steps is None else f"{name}, {steps} steps"
-        cells.append(quality.Cell(label, facts, plan, round(some[0]["fewer"], 1), round(kept, 3), len(some)))
-    return cells
+        name = each["training"] if each["steps"] is None else f"{each['training']}, {each['steps']} steps"
+        if name not in held:
+            held[name] = described(each["training"], each["steps"], found)
+        if each["plan"] in ("ddp()", "alone()") or each.get("guard"):
+            continue
+        rates = held[name]["plans"] if each["lr"] == 1 else held[name]["rates"].setdefault(f"{each['lr']:g}", {})
+        target = isinstance(laconic.plan(each["plan"]), TargetPlan)
+        ran = each["became"] if target else each["plan"]
+        same = [plan for plan in rates if laconic.plan(plan) == laconic.plan(ran)]
+        cell = rates.setdefault(same[0] if same else ran, {"fewer": round(each["fewer"], 1), "kept": {}})
+        cell["kept"][str(each["seed"])] = round(each["kept"], 3)
+    text = as_lines({"trainings": held}) + "\n"
+    write(path, lambda place: place.write_bytes(text.encode()))
 
 
-def record(cells: Sequence[quality.Cell], path: Path) -> None:
-    """Write the cells to the file that the planner reads."""
-    trainings: dict[str, Any] = {}
-    for each in cells:
-        of = trainings.setdefault(each.name, {"training": asdict(each.training), "plans": {}})
-        of["plans"][each.plan] = {"kept": each.kept, "fewer": each.fewer, "seeds": each.seeds}
-    write(path, lambda place: place.write_text(json.dumps({"trainings": trainings}, indent=1) + "\n") and None)
+def described(name: str, steps: int | None, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is known of a training besides its results; its shapes resolve targets of bytes."""
+    training, model = TRAININGS[name], TRAININGS[name].model(0)
+    shapes = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    kinds = KINDS[training.optimizers.__name__]
+    noise = [each["noise"] for each in found if each["training"] == name and each.get("noise") is not None]
+    mean = round(statistics.fmean(noise), 1) if noise else None
+    facts = quality.TrainingFacts(round(width_of(shapes), 1), steps or training.steps, kinds[0], mean)
+    return {
+        "about": training.about,
+        "training": asdict(facts),
+        "optimizers": kinds,
+        "shapes": {n: list(p.shape) for n, p in shapes.items()},
+        "buffers": {n: list(b.shape) for n, b in model.named_buffers() if b.is_floating_point()},
+        "plans": {},
+        "rates": {},
+    }
+
+
+def as_lines(value: Any, depth: int = 0) -> str:
+    """JSON with a line for each plan."""
+    if depth == 4 or not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    inside = (f"{' ' * depth} {json.dumps(key)}: {as_lines(each, depth + 1)}" for key, each in value.items())
+    return "{\n" + ",\n".join(inside) + "\n" + " " * depth + "}"
 
 
 def left_out(cells: Sequence[quality.Cell]) -> str:
@@ -651,6 +681,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--lr", nargs="+", type=float, default=[1.0], help="factors of the learning rate")
     parser.add_argument("--steps", type=int, help="of each run; default: the training's own")
+    parser.add_argument("--guard", choices=["warn", "act"], help="watch each plan; what it logs is in the results")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, default=Path("build/trainings.jsonl"))
     parser.add_argument("--quick", action="store_true")
@@ -663,11 +694,11 @@ def main() -> None:
     if options.table:
         print(table(lines(options.json)))
         return
-    if options.left_out or options.record:
-        cells = cells_of(lines(options.json))
-        print(left_out(cells))
-        if options.record:
-            record(cells, RECORD)
+    if options.record:
+        record(lines(options.json), RECORD)
+        return
+    if options.left_out:
+        print(left_out(quality.measured_cells()))
         return
     names = [name for name in options.trainings if not options.quick or name in QUICK]
     seeds = options.seeds[:1] if options.quick else options.seeds
@@ -683,7 +714,7 @@ def main() -> None:
         runs = [Run(name, "ddp()", seed, lr, options.steps) for name in names for seed in seeds for lr in options.lr]
     else:
         runs = [
-            Run(name, plan, seed, lr, options.steps)
+            Run(name, plan, seed, lr, options.steps, options.guard)
             for plan, lr, name, seed in itertools.product(options.plans, options.lr, names, seeds)
         ]
     for name in names:

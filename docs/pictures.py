@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -198,6 +199,51 @@ def front() -> Picture:
     return p
 
 
+def suite() -> Picture:
+    """What frugal keeps of each small training, from the table of quality.md."""
+    table = (HERE / "quality.md").read_text().partition("<!-- measured: suite")[2].partition("<!-- end")[0]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.*\|$", table, re.M)]
+    plans = {row[0]: row[1:] for row in cells}
+    shown = ["`quantized_ddp()`", *(f'`frugal("{times}x")`' for times in (30, 60, 120))]
+    p = Picture(
+        760, 400, "What frugal keeps of each training of the suite, against how many times fewer bytes it sends"
+    )
+    left, top, wide, high, most = 60, 30, 580, 320, 120
+
+    def x(fewer: float) -> float:
+        return left + wide * math.log10(fewer) / math.log10(150)
+
+    def y(kept: float) -> float:
+        return top + high * (1 - kept / most)
+
+    for kept in range(0, most + 1, 20):
+        p.line((left, y(kept)), (left + wide, y(kept)), dashed=kept not in (0, 100))
+        p.text(left - 8, y(kept) + 4, f"{kept}%", "ink small", "end")
+    for fewer in (1, 3, 10, 30, 60, 120):
+        p.text(x(fewer), top + high + 20, f"{fewer}×", "ink small", "middle")
+    p.text(left + wide, top + high + 40, "fewer bytes than ddp()", "ink small", "end")
+    p.text(left, top - 12, "kept", "ink small", "end")
+    ends: list[tuple[float, float, str]] = []
+    for index, name in enumerate(plans["plan"]):
+        points = [(1.0, 100.0)]
+        for found in (re.fullmatch(r"([-\d, ]+) \((\d+) ×\)", plans[plan][index]) for plan in shown):
+            if found:
+                kept = [float(each) for each in found[1].split(",")]
+                points.append((float(found[2]), max(0.0, min(most, sum(kept) / len(kept)))))
+        places = [(x(fewer), y(kept)) for fewer, kept in points]
+        for a, b in pairwise(places):
+            p.line(a, b)
+        for place in places[1:]:
+            p.dot(*place, ("one", "two", "three", "four")[index % 4])
+        ends.append((places[-1][1], places[-1][0], name))
+    last = 0.0
+    for at, right, name in sorted(ends):  # names of neighbours are spread
+        last = max(at, last + 14)
+        p.line((right + 4, at), (left + wide + 16, last), dashed=True)
+        p.text(left + wide + 20, last + 4, name, "ink small")
+    return p
+
+
 LABELS = {
     "ddp()": (10, -8, "start"),
     "quantized_ddp(bits=4)": (0, 22, "middle"),
@@ -210,7 +256,10 @@ LABELS = {
 }
 """Where the name of a point is written, beside it: its neighbours are near."""
 
-PICTURES = {"factors": factors, "hierarchy": hierarchy, "streaming": streaming, "storeys": storeys, "front": front}
+PICTURES = {
+    **{"factors": factors, "hierarchy": hierarchy, "streaming": streaming, "storeys": storeys},
+    **{"front": front, "suite": suite},
+}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -49,7 +49,7 @@ WAYS = (
     Way("ddp()", True, "_average_bucket"),
     Way("power_sgd()", True, "_average_bucket"),
     Way("post_local_sgd(period=4)", False, "Session._after_step"),
-    Way("frugal(bytes='60x')", False, "Session._after_step"),
+    Way("streaming_diloco(period=4, delay=0)", False, "Session._after_step"),
 )
 
 

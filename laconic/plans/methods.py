@@ -48,7 +48,7 @@ def power_sgd(
     `rank` is 32 by default. With `bytes`, such as "60x", it is the largest at which at least so many times fewer bytes
     are sent than by `ddp()` in fp32; `attach` finds it from the model's shapes. Factors, vectors and small tensors
     travel in `bits` bits a number; None sends all bits. Steps before `start` average exactly. `rounds="alternating"`
-    sends one factor a step: half the bytes, but far worse losses (docs/quality.md).
+    sends one factor a step: half the bytes of that rank, and on large models far worse losses (docs/quality.md).
 
     >>> power_sgd(rank=1, bits=None).codec
     ByShape(codec=ErrorFeedback(codec=LowRank(rank=1)))
@@ -135,8 +135,9 @@ def diloco(
     """Average weight deltas every `period` steps and apply them with Nesterov momentum (DiLoCo, arXiv:2311.08105).
 
     Deltas travel in 2 bits by default, with error feedback, which costs nothing beside exact ones. The defaults are for
-    runs of hundreds to thousands of steps, in which momentum loses (docs/quality.md). In runs of many thousands use
-    the paper's values: period=100 or more, lr=0.7, momentum=0.9.
+    runs of hundreds to thousands of steps, in which outer momentum loses: after 3000 steps the paper's values
+    (period=100 or more, lr=0.7, momentum=0.9) are still worse than no communication (docs/quality.md). They were made
+    for tens of thousands.
     """
     schedule = Every(period, start, of="weights")
     codec = few_bit_deltas() if codec is None else codec
@@ -189,7 +190,7 @@ def sparse_loco(
 ) -> Plan:
     """Average the largest deltas in 2 bits every `period` steps, with decayed feedback (SparseLoCo, arXiv:2508.15706).
 
-    Dense deltas in 1 or 2 bits, `frugal`, keep more of the training at the same bytes (docs/quality.md).
+    Dense deltas in 1 or 2 bits keep as much of the training or more at the same bytes (docs/quality.md).
     """
     codec = ByShape(ErrorFeedback(TopK(fraction, bits=2), decay=decay), rest=ErrorFeedback(Quantized(4)))
     return Plan(Every(period, start, "weights"), codec, Nesterov(lr, 0.0), World(), buffers, optimizer_state)
@@ -208,12 +209,13 @@ def demo(fraction: float = 0.03, bits: int | None = 4, decay: float = 0.999, chu
 
 
 def frugal(bytes: str = "60x", start: int = 1, delay: int = 0) -> Plan:
-    """Return the best known plan that sends at least so many times fewer bytes than `ddp()` in fp32, for any model.
+    """Return the plan that sends at least so many times fewer bytes than `ddp()` in fp32, on any model.
 
-    Up to about 7.5 times: gradients in 8 or 4 bits. Beyond: streamed weight deltas in 2 bits, and above 120 times in
-    1 bit; each fragment is sent every `period` steps. `attach` finds the shortest period from the model's shapes and
-    buffers. docs/quality.md has the measured front. From "16x" on a fragment may take effect `delay` steps after it was
-    sent: its time on the link is then hidden behind these steps.
+    `attach` chooses it from the model's shapes and buffers and the kind of optimizer: gradients in 8 or 4 bits up to
+    about 7.5 times; then gradients of low rank, while the rank is a large enough share of the model's width; beyond,
+    streamed weight deltas in 2 bits, and above 120 times in 1 bit, each fragment every `period` steps. docs/quality.md
+    has the rule and what it keeps of trainings of many kinds. From "16x" on a fragment may take effect `delay` steps
+    after it was sent: its time on the link is then hidden behind these steps. Such plans send deltas alone.
 
     >>> frugal("30x")
     frugal(bytes='30x')

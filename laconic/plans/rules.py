@@ -23,10 +23,12 @@ from laconic.plans.schedules import Every, Streaming
 from laconic.plans.targets import ModelFacts, TargetPlan, width_of
 from laconic.values import call
 
+LEAST_RANK, LEAST_SHARE, LEAST_SHARE_OF_WIDE = 4, 1 / 20, 1 / 6
+"""Below this rank, and this share of the model's width, deltas keep more of a training than gradients of low rank."""
 WIDE = 256
-"""From this width on, deltas keep as much of a training under Adam as gradients of low rank (docs/quality.md)."""
-LEAST_RANK = 5
-"""Below this rank they keep more."""
+"""From this width on the second share counts: deltas lose less there (docs/quality.md)."""
+THIN_BLOCK = 256
+"""As many numbers share a scale in 1 bit: small tensors are padded to whole blocks."""
 
 
 def frugal_target(bytes: str, start: int, delay: int) -> Plan:
@@ -61,13 +63,19 @@ def frugal_on(facts: ModelFacts, times: float, start: int = 1, delay: int = 0) -
         plan = quantized_ddp(bits, start=start)
         if facts.times(plan) >= times:
             return plan
-    # 2. Gradients of low rank where averaged steps lose more: each worker's Adam or Muon scales a step by the noise of
-    # its own gradients. Of wide matrices deltas keep as much, and of a rank below LEAST_RANK more.
-    if "sgd" not in facts.optimizers and not delay and width_of(facts.tensors) < WIDE:
+    # 2. Gradients of low rank, if the rank is high enough. Averaged steps lose more: each worker's Adam or Muon scales
+    # a step by the noise of its own gradients, and under SGD workers part.
+    width = width_of(facts.tensors)
+    if not delay:
         rank = largest_rank(facts, times, start=start)
-        if rank >= LEAST_RANK:
+        if rank >= max(LEAST_RANK, width * (LEAST_SHARE if width < WIDE else LEAST_SHARE_OF_WIDE)):
             return power_sgd(rank, start=start)
-    # 3. Weight deltas, with the shortest period that is long enough.
+    # 3. Of thin matrices, such as LoRA's, gradients in 2 bits or 1.
+    if not delay and width < WIDE and "sgd" not in facts.optimizers:
+        for plan in (quantized_ddp(2, start=start), quantized_ddp(1, THIN_BLOCK, start)):
+            if facts.times(plan) >= times:
+                return plan
+    # 4. Weight deltas, with the shortest period that is long enough.
     codec = ErrorFeedback(_deltas(times))
 
     def of_period(period: int) -> Plan:

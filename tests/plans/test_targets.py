@@ -22,7 +22,6 @@ from laconic import (
     Streaming,
     TopK,
     ddp,
-    diloco,
     frugal,
     power_sgd,
     quantized_ddp,
@@ -102,7 +101,8 @@ def test_what_frugal_becomes_on_large_matrices() -> None:
     for text, plan in {
         "3.7x": quantized_ddp(8),
         "7.5x": quantized_ddp(4),
-        "8x": diloco(period=1),
+        "8x": power_sgd(255),
+        "25x": Plan(Streaming(2, 2), few_bits),
         "30x": Plan(Streaming(2, 2), few_bits),
         "60x": streaming_diloco(period=4, delay=0),
         "120x": Plan(Streaming(8, 4), few_bits),
@@ -110,6 +110,27 @@ def test_what_frugal_becomes_on_large_matrices() -> None:
     }.items():
         assert frugal(text).resolved(facts_of(large, 4)) == plan, text
     assert frugal("120x", start=5, delay=1).resolved(facts_of(large, 4)) == streaming_diloco(period=8, start=5)
+
+
+def test_frugal_sends_gradients_of_low_rank_while_the_rank_is_a_large_share_of_the_width() -> None:
+    narrow = {f"{i}": (128, 512) for i in range(4)}
+    for optimizers in (("adaptive",), ("sgd",), ("muon", "adaptive")):
+        facts = facts_of(narrow, 4, optimizers=optimizers)
+        assert frugal("60x", start=3).resolved(facts) == power_sgd(13, start=3)
+        assert frugal("120x").resolved(facts).local  # rank 6 is below a twentieth
+        assert frugal("60x", delay=1).resolved(facts).local  # gradients of one step cannot be late
+    large = facts_of(MODELS["large matrices"], 4)
+    assert frugal("20x").resolved(large) == power_sgd(198)  # of 1024; rank 158 is below a sixth
+    assert frugal("25x").resolved(large).local
+
+
+def test_frugal_sends_few_bits_of_thin_matrices_under_adam() -> None:
+    thin = {f"{i}.{side}": shape for i in range(4) for side, shape in (("a", (8, 256)), ("b", (256, 8)))}
+    few = {text: frugal(text).resolved(facts_of(thin, 2)) for text in ("15x", "30x", "60x")}
+    assert few["15x"] == quantized_ddp(2)
+    assert few["30x"] == quantized_ddp(1, block=256)
+    assert few["60x"].local
+    assert frugal("30x").resolved(facts_of(thin, 2, optimizers=("sgd",))).local
 
 
 def test_a_target_stands_for_what_it_becomes_on_large_matrices() -> None:

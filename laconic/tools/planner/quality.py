@@ -10,7 +10,7 @@ the steps between two rounds of weights:
 It is fitted by least squares, and b to f are pulled to 0, so that few trainings are enough. Where the gradient noise is
 unknown (`noise.py`), a line without it is fitted. The interval is for nine of ten trainings like the measured ones.
 What is far from all of them has no prediction.
-`benchmarks/trainings.py --record` writes the file, and docs/quality.md says how well training left out are predicted.
+`benchmarks/trainings.py --record` adds to the file, and docs/quality.md says how well training left out are predicted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -41,9 +42,11 @@ SOFT, MOST_LOST = 0.1, 2.0
 """Losses below the first are told apart less and less: seeds differ by as much. Of more than 200 %, none is of use."""
 MOST_NOISE = 64.0
 """Under so much noise or more, the workers' gradients have next to nothing in common."""
-PULL = 1.0
-"""How much the slopes are pulled to 0: as one training would."""
+PULL = 3.0
+"""How much the slopes are pulled to 0: as three cells would, so that few trainings are enough."""
 LEAST_TRAININGS = 4
+NINE_OF_TEN = 1.645
+"""How many standard deviations to each side the interval has, as of a normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,11 @@ def family_of(plan: Plan, width: float = math.inf) -> tuple[str, float] | None:
     return None
 
 
+@cache
+def _family_of(plan: str, width: float) -> tuple[str, float] | None:
+    return family_of(parse_plan(plan), width)
+
+
 def _inside(codec: Codec) -> tuple[Codec, bool]:
     """Return the codec of matrices without what is around it, and whether there is error feedback."""
     if isinstance(codec, ByShape):
@@ -137,12 +145,8 @@ class Law:
 
     weights: Tensor
     """[features]"""
-    spread: Tensor
-    """The covariance of the weights, [features, features], in units of `error`²."""
     error: float
-    """The standard deviation around the line."""
-    factor: float
-    """How many standard deviations the interval has to each side."""
+    """The standard deviation of trainings that had no part in the fit."""
     ranges: tuple[tuple[float, float], ...]
     """The least and the largest strength, width and steps that were measured."""
     optimizers: frozenset[str]
@@ -156,14 +160,14 @@ class Law:
             return None
         x = _features(strength, training)[: len(self.weights)]
         middle = float(x @ self.weights)
-        wide = self.factor * self.error * math.sqrt(1 + float(x @ self.spread @ x))
+        wide = NINE_OF_TEN * self.error
         lost = [min(MOST_LOST, math.exp(middle + each) - SOFT) for each in (0.0, wide, -wide)]
         return Kept(*(1 - max(0.0, each) for each in lost))
 
 
 def fit(family: str, cells: Iterable[Cell], noisy: bool = False) -> Law | None:
     """Fit the line of a family, with the noise if it is known; None where too few trainings were measured."""
-    found = [(each, family_of(parse_plan(each.plan), each.training.width)) for each in cells]
+    found = [(each, _family_of(each.plan, each.training.width)) for each in cells]
     known = [(each, its[1]) for each, its in found if its is not None and its[0] == family]
     known = [(each, strength) for each, strength in known if not noisy or each.training.noise is not None]
     names = {each.name for each, _ in known}
@@ -173,20 +177,27 @@ def fit(family: str, cells: Iterable[Cell], noisy: bool = False) -> Law | None:
     x = x if noisy else x[:, :-1]
     lost = torch.tensor([1 - each.kept for each, _ in known], dtype=torch.float64)
     y = (lost.clamp(0, MOST_LOST) + SOFT).log()
-    pull = PULL * torch.eye(x.shape[1], dtype=torch.float64)
-    pull[0, 0] = 1e-6  # the level itself is free
-    spread = torch.linalg.inv(x.T @ x + pull)
-    weights = spread @ x.T @ y
-    # Plans of one training err together: there are as many degrees of freedom as trainings, less level and slope.
-    free = len(names) - 2
-    error = math.sqrt(float((y - x @ weights).square().mean()) * len(names) / free)
+    weights = _least_squares(x, y)
+    # Plans of one training err together, so the error is that of each training by a line of the others.
+    errors = []
+    for name in names:
+        own = torch.tensor([each.name == name for each, _ in known])
+        errors.append(float((y[own] - x[own] @ _least_squares(x[~own], y[~own])).square().mean()))
+    error = math.sqrt(fmean(errors))
     ranges = tuple(
         (min(column), max(column))
         for column in zip(*((s, each.training.width, each.training.steps) for each, s in known), strict=True)
     )
     optimizers = frozenset(each.training.optimizer for each, _ in known)
-    # The interval of nine of ten by Student's t, whose quantile is about 1.645 + 1.52 / degrees of freedom.
-    return Law(weights, spread, error, 1.645 + 1.52 / free, ranges, optimizers)
+    return Law(weights, error, ranges, optimizers)
+
+
+def _least_squares(x: Tensor, y: Tensor) -> Tensor:
+    """Solve for the weights of [cells, features], all but the level pulled to 0."""
+    pull = PULL * torch.eye(x.shape[1], dtype=torch.float64)
+    pull[0, 0] = 1e-6
+    weights: Tensor = torch.linalg.solve(x.T @ x + pull, x.T @ y)
+    return weights
 
 
 def _features(strength: float, training: TrainingFacts) -> Tensor:
@@ -212,10 +223,18 @@ def _law(family: str, noisy: bool) -> Law | None:
 
 @cache
 def measured_cells() -> tuple[Cell, ...]:
-    """Read what was measured."""
-    found: Any = json.loads(resources.files("laconic.tools.planner").joinpath("quality.json").read_text())
+    """Return what was measured at the learning rate of `ddp()`, in the mean over seeds."""
     return tuple(
-        Cell(plan=plan, training=TrainingFacts(**each["training"]), name=name, **cell)
-        for name, each in found["trainings"].items()
+        Cell(name, TrainingFacts(**each["training"]), plan, cell["fewer"], fmean(by_seed), len(by_seed))
+        for name, each in record().items()
         for plan, cell in each["plans"].items()
+        if (by_seed := cell["kept"].values())
     )
+
+
+@cache
+def record() -> dict[str, Any]:
+    """Read the file: of each training what it is, and what each plan kept of it, by seed."""
+    found: Any = json.loads(resources.files("laconic.tools.planner").joinpath("quality.json").read_text())
+    trainings: dict[str, Any] = found["trainings"]
+    return trainings
