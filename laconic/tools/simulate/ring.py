@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laconic.comm.collectives import mean_in_blocks, shards_of, sums_exactly
+from laconic.comm.collectives import is_sharded, mean_in_blocks, shards_of
 from laconic.exchange import Mean
 
 SEGMENT_BYTES = 1 << 20
@@ -25,8 +25,8 @@ def gloo_mean(requests: Sequence[Mean]) -> Tensor:
     workers, like = len(rows), requests[0].x
     if workers == 1:
         return like
-    if requests[0].wide and not sums_exactly(like.dtype, workers):
-        return _sharded_mean(rows).view(like.shape)
+    if is_sharded(requests[0], workers):
+        return _sharded_mean(rows, requests[0].shares).view(like.shape)
     return ring_sum([row.div_(workers) for row in rows]).view(like.shape)
 
 
@@ -55,10 +55,10 @@ def _chunk(size_bytes: int, element_bytes: int, workers: int) -> int:
     return each * -(-message_bytes // element_bytes)
 
 
-def _sharded_mean(rows: Sequence[Tensor]) -> Tensor:
+def _sharded_mean(rows: Sequence[Tensor], shares: Sequence[float] | None) -> Tensor:
     result, first = torch.empty_like(rows[0]), 0
     for size in shards_of(len(result), len(rows)):
         part = slice(first, first + size)
-        mean_in_blocks([row[part] for row in rows], result[part])
+        mean_in_blocks([row[part] for row in rows], result[part], shares)
         first += size
     return result
