@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from functools import partial
@@ -96,12 +97,12 @@ def _with_accumulation(worker: int, kind: str) -> Tensor:
             x, y = _own(worker, step)
             for index, (a, b) in enumerate(zip(x.split(8), y.split(8), strict=True)):
                 session.weigh(len(a))
-                loss = F.mse_loss(model(a), b) * len(a) / len(x)  # the sum is the mean over this worker's samples
-                if kind == "ddp" and index < len(x) // 8 - 1:
-                    with model.no_sync():  # type: ignore[operator]
-                        F.mse_loss(model(a), b).mul(len(a) / len(x)).backward()
-                    continue
-                loss.backward()
+                last = index == len(x) // 8 - 1
+                with contextlib.nullcontext() if last or kind == "bare" else model.no_sync():  # type: ignore[operator]
+                    loss = (
+                        F.mse_loss(model(a), b) * len(a) / len(x)
+                    )  # they add up to the mean over this worker's samples
+                    loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     return weights(module)
