@@ -43,7 +43,7 @@ def launch(request: Request, group: Group | None) -> Generator[Any, None, Tensor
         x = request.x.contiguous()
         yield dist.all_reduce(x, dist.ReduceOp.MAX, group=group, async_op=True)
         return x
-    if is_sharded(request, workers):
+    if request.shares is not None or (request.wide and not sums_exactly(request.x.dtype, workers)):
         return (yield from _wide_mean(request, workers, group))
     x = request.x.contiguous()
     x.div_(workers)
@@ -66,11 +66,6 @@ def sums_exactly(dtype: torch.dtype, workers: int) -> bool:
     Subnormal numbers, below 1e-38, may lose their last bit.
     """
     return dtype in (torch.float32, torch.float64) and workers in (2, 4)
-
-
-def is_sharded(request: Mean, workers: int) -> bool:
-    """Return whether a mean is computed shard by shard: one with shares, and one that no plain sum has exactly."""
-    return request.shares is not None or (request.wide and not sums_exactly(request.x.dtype, workers))
 
 
 def _wide_mean(request: Mean, workers: int, group: Group | None) -> Generator[Any, None, Tensor]:

@@ -242,7 +242,7 @@ class WeightSync:
         shards = self.levels.shards
         received = exchange_headers(queue, headers.header(finite=finite, count=count), shards)
         headers.received(received, among_all=queue is self.levels.world)
-        weighed = received.shares
+        weighed = None if count is None else received.shares
         share = 1.0 if weighed is None else weighed[queue.peers.rank]
         if all(received.finite):
             return Contributors(received.finite, shares=weighed, share=share)

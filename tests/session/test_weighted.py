@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import signal
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -653,3 +656,129 @@ def test_lockstep_serves_weighted_means():
         return (yield Mean(torch.tensor([value]), wide=True, shares=(0.5, 1.5)))
 
     assert [float(got) for got in lockstep([exchange(1.0), exchange(3.0)])] == [2.5, 2.5]
+
+
+# Combinations
+
+
+def _sharded_rounds(worker: int) -> Tensor:
+    model = sharded(two_by_two())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with laconic.attach(laconic.post_local_sgd(period=2), model, optimizer, weighted=True) as session:
+        for step in range(4):
+            session.weigh(_count(worker, step))
+            x, y = _own(worker, step, (8, 8, 8, 8))
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])  # type: ignore[attr-defined]
+
+
+def test_replicas_weigh_by_what_all_of_their_workers_have_counted():
+    replicas = [net(), net()]
+    for first in (0, 2):
+        ends = []
+        for replica, model in enumerate(replicas):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            for step in (first, first + 1):
+                both = [_own(w, step, (8, 8, 8, 8)) for w in (2 * replica, 2 * replica + 1)]
+                optimizer.zero_grad()
+                (sum(F.mse_loss(model(x), y) for x, y in both) / 2).backward()  # type: ignore[union-attr]
+                optimizer.step()
+            ends.append(weights(model).double())
+        counts = [sum(_count(2 * r + w, s) for w in (0, 1) for s in (first, first + 1)) for r in (0, 1)]
+        shared = _mean_of(ends, counts)
+        for model in replicas:
+            nn.utils.vector_to_parameters(shared.float(), model.parameters())
+    results = run_workers(_sharded_rounds, 4)
+    assert_equal_bits(results)
+    torch.testing.assert_close(results[0], weights(replicas[0]), rtol=1e-5, atol=1e-6)
+
+
+def _with_all(worker: int, kind: str) -> list[Any]:
+    """A GradScaler, clipping, error feedback, a guard and a signal to stop at once."""
+    model = sharded(two_by_two()) if kind == "fsdp" else DDP(net(), bucket_cap_mb=0.002) if kind == "ddp" else net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3) if kind != "fsdp" else None
+    options: dict[str, Any] = {"scaler": scaler, "clip_norm": 0.5, "observers": [laconic.Guard("warn", every=2)]}
+    steps = 0
+    with laconic.attach(laconic.quantized_ddp(bits=4), model, optimizer, weighted=True, **options) as session:
+        session.stop_on(signal.SIGTERM, every_s=0.01)
+        for step in range(40):
+            if step == 10 and worker == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            session.weigh(_count(worker, step))
+            x, y = _own(worker, step)
+            loss = F.mse_loss(model(x), y)
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+            steps += 1
+            if session.should_stop:
+                break
+        health = session.health
+        state = session.state_dict()
+    moved = torch.cat([getattr(p, "full_tensor", lambda p=p: p)().detach().reshape(-1) for p in model.parameters()])
+    return [moved, steps, health and health.residual, sorted(state["counted"])]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "bare", "fsdp"])
+def test_with_a_scaler_clipping_feedback_a_guard_and_a_signal(kind):
+    results = run_workers(_with_all, 4, (kind,))
+    assert_equal_bits([moved for moved, *_ in results])
+    assert results[0][0].isfinite().all()
+    assert len({steps for _, steps, *_ in results}) == 1
+    assert results[0][1] == 11  # the header of the same step tells it to all
+    assert len({health for _, _, health, _ in results[: 1 if kind == "fsdp" else None]}) == 1
+
+
+def _two_optimizers(worker: int) -> Tensor:
+    model = net()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9) for part in (model[:2], model[2:])]
+    with laconic.attach(laconic.ddp(), model, optimizers, weighted=True) as session:
+        for step in range(6):
+            session.weigh(SIZES[worker])
+            x, y = _own(worker, step)
+            F.mse_loss(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return weights(model)
+
+
+def test_several_optimizers_use_the_counts_of_one_step():
+    results = run_workers(_two_optimizers, 4)
+    assert_equal_bits(results)
+    torch.testing.assert_close(results[0], _one_process(6), rtol=1e-5, atol=1e-6)
+
+
+def _one_is_lost(worker: int, kind: str) -> str:
+    module = net()
+    model = DDP(module) if kind == "ddp" else module
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = laconic.attach(laconic.ddp(), model, optimizer, weighted=True, timeout_s=4)
+    try:
+        for step in range(3):
+            if (worker, step) == (1, 2):
+                time.sleep(12)
+                return ""
+            session.weigh(8)
+            x, y = _own(worker, step)
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except laconic.LostWorkerError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("kind", ["ddp", "bare"])
+def test_a_worker_that_is_lost_before_it_has_counted_is_named(kind):
+    found = run_workers(_one_is_lost, 3, (kind,))
+    assert "worker 1" in found[0]
+    assert "worker 1" in found[2]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laconic.comm.collectives import is_sharded, mean_in_blocks, shards_of
+from laconic.comm.collectives import mean_in_blocks, shards_of, sums_exactly
 from laconic.exchange import Mean
 
 SEGMENT_BYTES = 1 << 20
@@ -25,8 +25,9 @@ def gloo_mean(requests: Sequence[Mean]) -> Tensor:
     workers, like = len(rows), requests[0].x
     if workers == 1:
         return like
-    if is_sharded(requests[0], workers):
-        return _sharded_mean(rows, requests[0].shares).view(like.shape)
+    shares = requests[0].shares
+    if shares is not None or (requests[0].wide and not sums_exactly(like.dtype, workers)):
+        return _sharded_mean(rows, shares).view(like.shape)
     return ring_sum([row.div_(workers) for row in rows]).view(like.shape)
 
 
