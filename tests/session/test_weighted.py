@@ -23,7 +23,7 @@ from laconic.codecs import Codec, ErrorFeedback
 from laconic.codecs.feedback import residuals_by_name
 from laconic.comm.collectives import mean, weighted_mean
 from laconic.comm.lockstep import lockstep
-from laconic.exchange import Averaged, Mean, Peers
+from laconic.exchange import Averaged, Exchange, Mean, Peers
 from laconic.plans.schedules import Payload
 from laconic.session.counts import Counts
 from laconic.session.gradients import by_share
@@ -221,20 +221,12 @@ def test_every_worker_ends_with_the_same_bits_and_codecs_without_loss_with_the_w
 ) -> None:
     world, counts = World(codec, workers), COUNTS[workers - 1]
     inputs = [side_by_side(given) for given in world.inputs("once", dtype)]
-    truth = {
-        name: sum(n * given[name].double() for n, given in zip(counts, inputs, strict=True)) / sum(counts)
-        for name in inputs[0]
-    }
-    for worker, n in enumerate(counts):
-        if n == 0:  # whatever a worker holds that has counted nothing
-            for t in inputs[worker].values():
-                t.fill_(torch.nan)
-                truth = {
-                    name: sum(m * given[name].double() for m, given in zip(counts, inputs, strict=True) if m)
-                    / sum(counts)
-                    for name in inputs[0]
-                }
-    scale = {name: torch.stack([given[name] for given in inputs if given[name].isfinite().all()]) for name in truth}
+    counted = [(n, given) for n, given in zip(counts, inputs, strict=True) if n]
+    scale = {name: torch.stack([given[name].clone() for _, given in counted]) for name in inputs[0]}
+    truth = {name: _mean_of(scale[name].double().unbind(), [n for n, _ in counted]) for name in inputs[0]}
+    for n, given in zip(counts, inputs, strict=True):
+        for t in given.values() if n == 0 else ():
+            t.fill_(torch.nan)  # whatever a worker holds that has counted nothing
     ends = _average(world, inputs, _shares(counts))
     for end in ends:
         assert same_bits(end.mean, ends[0].mean)
@@ -247,14 +239,15 @@ def test_every_worker_ends_with_the_same_bits_and_codecs_without_loss_with_the_w
 def test_a_product_beyond_fp16_goes_to_the_residual():
     codec = ErrorFeedback(laconic.Quantized(8))
     world = World(codec, 2)
-    sent = torch.zeros(4, 4, dtype=torch.float64)
+    sent = [torch.zeros(4, 4, dtype=torch.float64) for _ in range(2)]
     for _ in range(40):
         inputs = [{"w": torch.full((4, 4), value, dtype=torch.float16)} for value in (100.0, 40_000.0)]
-        sent += _average(world, inputs, _shares((1, 19)))[0].own()["w"].double()
-        assert bool(inputs[1]["w"].isfinite().all())
-    left = residuals(world.states[0])["w"].double()
-    torch.testing.assert_close(sent + left, torch.full((4, 4), 40 * 10.0, dtype=torch.float64), rtol=1e-3, atol=1e-3)
-    assert bool(residuals(world.states[1])["w"].isfinite().all())
+        for amount, end in zip(sent, _average(world, inputs, _shares((1, 19))), strict=True):
+            assert bool(end.mean["w"].isfinite().all())
+            amount += end.own()["w"].double()
+    for value, amount, state in zip((0.1 * 100, 1.9 * 40_000), sent, world.states, strict=True):
+        whole = torch.full((4, 4), 40 * value, dtype=torch.float64)
+        torch.testing.assert_close(amount + residuals(state)["w"].double(), whole, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -266,7 +259,7 @@ def test_weighted_means_of_equal_rows_are_these_rows(dtype):
         got = weighted_mean([row] * len(counts), _shares(counts)).to(dtype)
         assert same_bits({"": got}, {"": row})
     rows = [torch.randn(1000, generator=generator).to(dtype) for _ in range(3)]
-    exact = sum(n * row.double() for n, row in zip((1, 2, 3), rows, strict=True)) / 6
+    exact = _mean_of([row.double() for row in rows], (1, 2, 3))
     assert_close(weighted_mean(rows, _shares((1, 2, 3))).to(dtype), exact, torch.finfo(dtype).eps)
     assert_close(weighted_mean(rows, [1.0] * 3).to(dtype), mean(rows).to(dtype), torch.finfo(dtype).eps)
 
@@ -293,11 +286,11 @@ class Pair(nn.Module):
         self.a, self.b = (nn.Parameter(torch.zeros(24, 16, dtype=dtype)) for _ in range(2))
 
     def forward(self, given: dict[str, Tensor]) -> Tensor:
-        return sum((p * given[name].to(p.dtype)).sum() for name, p in self.named_parameters())
+        return torch.stack([(p * given[name].to(p.dtype)).sum() for name, p in self.named_parameters()]).sum()
 
 
 def _mean_of(vectors: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-    return sum(n * v for n, v in zip(counts, vectors, strict=True)) / sum(counts)
+    return torch.stack([n * v for n, v in zip(counts, vectors, strict=True)]).sum(0) / sum(counts)
 
 
 def _gradients(worker: int, plan: str, kind: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
@@ -317,6 +310,7 @@ def _gradients(worker: int, plan: str, kind: str, dtype: torch.dtype, options: d
             model(given).backward()
             optimizer.step()
             for name, p in module.named_parameters():
+                assert p.grad is not None
                 delivered[name] += p.grad.double()
             optimizer.zero_grad()
         left = {name: r.double() for name, r in residuals_by_name(session.state_dict()["state"]["gradient"]).items()}
@@ -424,13 +418,10 @@ def test_rounds_move_the_weights_by_the_weighted_mean(nan, commit):
         for name, expected in truth.items():
             left = torch.stack([worker[index][1].get(name, torch.zeros(24, 16)) for worker in results]).mean(0)
             for worker in results:
-                torch.testing.assert_close(
-                    worker[index][0][name] + left,
-                    expected,
-                    rtol=0,
-                    atol=0.05 if "bf16" in text else 1e-9,
-                    msg=lambda said, text=text: f"{text}: {said}",
+                close = torch.allclose(
+                    worker[index][0][name] + left, expected, rtol=0, atol=0.05 if "bf16" in text else 1e-9
                 )
+                assert close, text
 
 
 def _nested(worker: int) -> Tensor:
@@ -519,8 +510,9 @@ def _resumed(worker: int, text: str, at: int) -> list[Tensor]:
     session.detach()
     again = net()
     optimizer, session = attach(again)
-    for each_of, state in zip((again, optimizer, session), saved, strict=True):
-        each_of.load_state_dict(state)
+    again.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    session.load_state_dict(saved[2])
     train(again, optimizer, session, range(at, 13))
     session.detach()
     return [weights(model), weights(again)]
@@ -652,7 +644,7 @@ def test_of_all_weights_what_was_counted_since_the_oldest_fragment_counts():
 
 
 def test_lockstep_serves_weighted_means():
-    def exchange(value: float):  # type: ignore[no-untyped-def]
+    def exchange(value: float) -> Exchange[Tensor]:
         return (yield Mean(torch.tensor([value]), wide=True, shares=(0.5, 1.5)))
 
     assert [float(got) for got in lockstep([exchange(1.0), exchange(3.0)])] == [2.5, 2.5]
