@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
+from laconic import checkpoint
 from laconic.algorithms.ddp_comm_hooks.batched import Batched
 from laconic.codecs import Codec, ErrorFeedback
 from laconic.codecs.feedback import residuals_by_name
@@ -774,3 +775,18 @@ def test_a_worker_that_is_lost_before_it_has_counted_is_named(kind):
     found = run_workers(_one_is_lost, 3, (kind,))
     assert "worker 1" in found[0]
     assert "worker 1" in found[2]
+
+
+def test_what_was_counted_is_saved_in_a_checkpoint(tmp_path):
+    model = mlp(depth=1)
+    plan, optimizer = laconic.streaming_diloco(period=4, fragments=2), torch.optim.SGD(model.parameters(), lr=0.1)
+    with laconic.attach(plan, model, optimizer, weighted=True) as session:
+        for n in (3, 0, 5):
+            session.weigh(n)
+            model(torch.ones(2, 32)).sum().backward()
+            optimizer.step()
+        checkpoint.save(tmp_path, {"session": session.state_dict()}, step=session.step)
+        saved = checkpoint.load(tmp_path).state["session"]
+        assert saved["counted"] == session.state_dict()["counted"]
+        session.load_state_dict(saved)
+        assert session.state_dict()["counted"]["now"] == [3, 8]
