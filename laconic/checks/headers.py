@@ -22,6 +22,8 @@ from laconic.comm.queue import CollectiveQueue
 from laconic.errors import DesyncError, names, outliers
 from laconic.exchange import Exchange, Gather, Max
 
+NOT_COUNTED = -1
+"""The count of a worker that has not called `session.weigh` though it had to."""
 _BITS = 62
 _MASK = (1 << _BITS) - 1
 
@@ -47,7 +49,7 @@ class Header:
     step_ms: int = 0
     """How long a step takes on this worker; 0 if unknown."""
     count: int | None = None
-    """How many samples this worker has counted, where means are weighted."""
+    """How many samples this worker has counted, where means are weighted; or `NOT_COUNTED`."""
 
     def row(self) -> Tensor:
         """Return the numbers that are sent, int64."""
@@ -138,10 +140,19 @@ def exchange_headers(queue: CollectiveQueue, header: Header, shards: CollectiveQ
         bad, stop, step_ms = shards.largest(torch.tensor([not header.finite, header.stop, header.step_ms])).tolist()
         header = replace(header, finite=not bad, stop=bool(stop), step_ms=step_ms)
         if header.count is not None:  # what a replica has counted is what its workers have
-            header = replace(header, count=int(shards.gather(torch.tensor([header.count])).sum()))
-    if queue.workers == 1:
-        return Headers((header,))
-    return _read(queue, header, queue.run(_gathered(queue, header), "control"))
+            counts = shards.gather(torch.tensor(header.count))
+            header = replace(header, count=NOT_COUNTED if NOT_COUNTED in counts else int(counts.sum()))
+    alone = queue.workers == 1
+    headers = Headers((header,)) if alone else _read(queue, header, queue.run(_gathered(queue, header), "control"))
+    missing = [worker for worker, each in enumerate(headers.all) if each.count == NOT_COUNTED]
+    if missing:
+        raise RuntimeError(
+            f"step {header.step}: {names(missing, 'worker' if shards is None else 'replica')} ({queue.level}) counted "
+            "nothing, and attach(..., weighted=True) weighs workers by what they count. Nothing was averaged.\n"
+            "  Call session.weigh(n) with the samples or tokens of each step, on every worker, before its backward; "
+            "weigh(0) in a step without data."
+        )
+    return headers
 
 
 class PendingHeaders:

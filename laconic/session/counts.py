@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from laconic.checks.headers import NOT_COUNTED
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync
 from laconic.values import is_whole
@@ -39,23 +40,20 @@ class Counts:
             )
         self._calls, self._total = self._calls + 1, self._total + n
 
-    def of_gradients(self, step: int) -> int:
-        """Return what was counted for the gradients of a step."""
-        return self._since([GRADIENT], f"The gradients of step {step} are averaged")
+    def of_gradients(self) -> int:
+        """Return what was counted for the gradients of this step, or `NOT_COUNTED`."""
+        return self._since(self._last.get(GRADIENT, self._base))
 
-    def of_weights(self, plan: Plan, sync: Sync, step: int) -> int:
-        """Return what was counted for a synchronisation of weights."""
-        return self._since([_key(plan, sync)], f"Weights are averaged after step {step}")
+    def of_weights(self, plan: Plan, sync: Sync) -> int:
+        """Return what was counted for a synchronisation of weights, or `NOT_COUNTED`."""
+        return self._since(self._last.get(_key(plan, sync), self._base))
 
     def of_all_weights(self, plan: Plan) -> int:
-        """Return what was counted since all weights were synchronised, if anything."""
+        """Return what was counted since all weights were synchronised: 0 if nothing was."""
         schedule = plan.schedule
         fragments = range(schedule.fragments) if isinstance(schedule, Streaming) else ()
-        return self._since([_key(plan, Sync(Payload.WEIGHTS, fragment=each)) for each in fragments])
-
-    def has_counted(self) -> bool:
-        """Return whether anything was counted for the gradients of this step."""
-        return self._calls > self._last.get(GRADIENT, self._base)[0]
+        keys = [_key(plan, Sync(Payload.WEIGHTS, fragment=each)) for each in fragments]
+        return max(0, self._since(min((self._last.get(key, self._base) for key in keys), default=self._base)))
 
     def synced(self, plan: Plan, sync: Sync) -> None:
         """Count from 0 for what was synchronised now, and for what that contains."""
@@ -85,15 +83,9 @@ class Counts:
         self._base = (saved["base"][0], saved["base"][1])
         self._last = {key: (calls, total) for key, (calls, total) in saved["last"].items()}
 
-    def _since(self, keys: list[str], needed: str | None = None) -> int:
-        calls, total = min((self._last.get(key, self._base) for key in keys), default=self._base)
-        if needed is not None and calls == self._calls:
-            raise RuntimeError(
-                f"{needed}, and this worker has counted nothing for it: attach(..., weighted=True) weighs workers by "
-                "what they count. Call session.weigh(n) with the samples or tokens of each step before its backward, "
-                "and weigh(0) in a step without data."
-            )
-        return self._total - total
+    def _since(self, at: tuple[int, int]) -> int:
+        calls, total = at
+        return NOT_COUNTED if calls == self._calls else self._total - total
 
 
 def _key(plan: Plan, sync: Sync) -> str:

@@ -147,7 +147,7 @@ class GradientAverager:
         """Exchange headers before the first bucket of a backward, if means are weighted."""
         if self.counts is None:
             return None
-        return self.weigh(self.levels[level], headers.stop_header(self.counts.of_gradients(headers.step)))
+        return self.weigh(self.levels[level], headers.stop_header(self.counts.of_gradients()))
 
     def average(
         self, bucket: dict[str, Tensor], codec: Codec | None = None, state: State | None = None, reuse: bool = True

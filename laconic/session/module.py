@@ -123,7 +123,7 @@ class ModulePath:
     def _header(self, with_gradient: int, optimizers: Sequence[ScaledSteps]) -> Header:
         """Make a header that also says whose gradients follow, where there are several optimizers."""
         counts = self._averager.counts
-        count = None if counts is None else counts.of_gradients(self._headers.step)
+        count = None if counts is None else counts.of_gradients()
         header = self._headers.header(with_gradient=with_gradient, count=count)
         if len(self._scaled) == 1:
             return header

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from laconic.checks.agreement import agree
 from laconic.checks.digests import DivergenceCheck
 from laconic.checks.finite import NonFinite, check_policy
-from laconic.checks.headers import Headers
+from laconic.checks.headers import NOT_COUNTED, Headers
 from laconic.codecs import Codec
 from laconic.codecs.feedback import has_feedback
 from laconic.ledger import Ledger
@@ -229,7 +229,7 @@ class Session:
         without it. It stands for all optimizers that have yet to step; others step these in the order of `attach`.
         Where means are weighted, a worker that has counted nothing in the step counts 0.
         """
-        if self._counts is not None and not self._counts.has_counted():
+        if self._counts is not None and self._counts.of_gradients() == NOT_COUNTED:
             self._counts.add(0)
         for each in list(self._waiting):
             self._before(each, step_follows=False)

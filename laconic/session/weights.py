@@ -155,7 +155,7 @@ class WeightSync:
         elsewhere = with_anchor.difference(names)
         sent = {name: p for name, p in live.params.items() if name not in elsewhere}
         sent |= extra | (live.buffers if leads else {})
-        count = None if self._counts is None else self._counts.of_weights(plan, sync, headers.step)
+        count = None if self._counts is None else self._counts.of_weights(plan, sync)
         contributors = self._exchange_headers(queue, sent, extra, headers, anchored, count)
         among = names if all(contributors.finite) else live.params
         common = live.common_moments(queue, moments, reset_others=contributors.excluded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -576,27 +577,36 @@ def test_a_step_that_is_skipped_counts_nothing():
     torch.testing.assert_close(moved, first + _given(0, 2)["a"])
 
 
-def _uncounted(worker: int, kind: str, text: str, steps: int) -> None:
-    module = mlp(depth=1)
-    model = DDP(module) if kind == "ddp" else module
+def _uncounted(worker: int, kind: str, text: str, steps: int, who: list[int]) -> str:
+    model: nn.Module = sharded(two_by_two()) if kind == "fsdp" else DDP(net()) if kind == "ddp" else net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.attach(laconic.plan(text), model, optimizer, weighted=True):
-        for _ in range(steps):
-            model(torch.ones(2, 32)).sum().backward()
-            optimizer.step()
+    with laconic.attach(laconic.plan(text), model, optimizer, weighted=True) as session:
+        for step in range(1, steps + 1):
+            if worker not in who:
+                session.weigh(8)
+            try:
+                F.mse_loss(model(torch.ones(2, 8)), torch.ones(2, 1)).backward()
+                optimizer.step()
+            except RuntimeError as error:
+                assert step == steps
+                return str(error)
+    return "no error"
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "steps", "what"),
+    ("kind", "text", "steps", "who", "named"),
     [
-        ("ddp", "ddp()", 1, "The gradients of step 1 are averaged"),
-        ("bare", "ddp()", 1, "The gradients of step 1 are averaged"),
-        ("bare", "diloco(period=2)", 2, "Weights are averaged after step 2"),
+        ("ddp", "ddp()", 1, [1], "worker 1"),
+        ("bare", "ddp()", 1, [0, 1, 2, 3], "workers 0, 1, 2, 3"),
+        ("bare", "diloco(period=2)", 2, [3], "worker 3"),
+        ("fsdp", "ddp()", 1, [3], "replica 1"),
     ],
 )
-def test_a_worker_that_has_counted_nothing_is_told(kind, text, steps, what):
-    with pytest.raises(WorkerError, match=rf"{what}, and this worker has counted nothing for it(.|\n)*weigh\(0\)"):
-        run_workers(_uncounted, 2, (kind, text, steps))
+def test_a_worker_that_has_not_counted_is_named_on_all(kind, text, steps, who, named):
+    for said in run_workers(_uncounted, 4, (kind, text, steps, who)):
+        assert re.search(
+            rf"step {steps}: {named} \(world\) counted nothing, and attach(.|\n)*Call session\.weigh\(n\)", said
+        )
 
 
 def _disagree(worker: int) -> None:
@@ -790,3 +800,46 @@ def test_what_was_counted_is_saved_in_a_checkpoint(tmp_path):
         assert saved["counted"] == session.state_dict()["counted"]
         session.load_state_dict(saved)
         assert session.state_dict()["counted"]["now"] == [3, 8]
+
+
+def _clipped(worker: int, kind: str, dtype: torch.dtype, plan: str) -> list[dict[str, Tensor]]:
+    """Return the gradient that each step was taken with; on shards, NaN comes from worker 1 in step 2."""
+    module: nn.Module = Pair(dtype)
+    if kind == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(module, mesh=two_by_two())
+    model = DDP(module) if kind == "ddp" else module
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    steps = []
+    options: dict[str, Any] = {"clip_norm": 2.0, "nonfinite": "exclude"}
+    with laconic.attach(laconic.plan(plan), model, optimizer, weighted=True, **options) as session:
+        for step in range(4):
+            session.weigh(_count(worker, step))
+            nan = torch.nan if kind == "fsdp" and (worker, step) == (1, 2) else 1.0
+            (model(_given(worker, step)) * nan).backward()
+            optimizer.step()
+            grads = {name: p.grad for name, p in module.named_parameters()}
+            steps.append({name: getattr(g, "full_tensor", lambda g=g: g)().clone() for name, g in grads.items()})
+            optimizer.zero_grad()
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("ddp", torch.bfloat16), ("bare", torch.bfloat16), ("ddp", torch.float16), ("fsdp", torch.float32)],
+    ids=str,
+)
+def test_the_weighted_mean_is_clipped(kind, dtype):
+    results = run_workers(_clipped, 4, (kind, dtype, "ddp()"))
+    for step in range(4):
+        counts = [_count(worker, step) for worker in range(4)]
+        if kind == "fsdp":  # a replica is left out with all its shards
+            counts = [0 if step == 2 and w < 2 else counts[w - w % 2] + counts[w - w % 2 + 1] for w in range(4)]
+        truth = {n: _mean_of([_given(w, step)[n].to(dtype).double() for w in range(4)], counts) for n in ("a", "b")}
+        norm = torch.cat([t.reshape(-1) for t in truth.values()]).norm()
+        assert norm > 2
+        for worker in results:
+            for name, exact in truth.items():
+                clipped = exact * 2 / norm
+                assert_close(worker[step][name], clipped, 4 * torch.finfo(dtype).eps)
