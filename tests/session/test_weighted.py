@@ -24,11 +24,12 @@ from laconic.algorithms.ddp_comm_hooks.batched import Batched
 from laconic.codecs import Codec, ErrorFeedback
 from laconic.codecs.feedback import residuals_by_name
 from laconic.comm.collectives import mean, weighted_mean
-from laconic.comm.lockstep import lockstep
+from laconic.comm.lockstep import exact_mean, lockstep
 from laconic.exchange import Averaged, Exchange, Mean, Peers
 from laconic.plans.schedules import Payload
 from laconic.session.counts import Counts
 from laconic.session.gradients import by_share
+from laconic.tools.simulate.ring import gloo_mean
 from tests.laws.codecs import CODECS, FEEDBACK, FEW_BITS, TENSOR_BY_TENSOR, assert_close, each, rounding, subtracts
 from tests.laws.world import World, carried, residuals, same_bits, side_by_side
 from tests.session.models import assert_equal_bits, mlp, weights
@@ -658,7 +659,8 @@ def test_lockstep_serves_weighted_means():
     def exchange(value: float) -> Exchange[Tensor]:
         return (yield Mean(torch.tensor([value]), wide=True, shares=(0.5, 1.5)))
 
-    assert [float(got) for got in lockstep([exchange(1.0), exchange(3.0)])] == [2.5, 2.5]
+    for means in (exact_mean, gloo_mean):
+        assert [float(got) for got in lockstep([exchange(1.0), exchange(3.0)], mean=means)] == [2.5, 2.5]
 
 
 # Combinations
@@ -780,6 +782,7 @@ def _one_is_lost(worker: int, kind: str) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "bare"])
 def test_a_worker_that_is_lost_before_it_has_counted_is_named(kind):
     found = run_workers(_one_is_lost, 3, (kind,))
