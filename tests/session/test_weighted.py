@@ -180,7 +180,7 @@ def _average(world: World, inputs: Sequence[dict[str, Tensor]], shares: Sequence
     return lockstep(exchanges, world.ledger)
 
 
-WORLDS = [(1, torch.float16), (2, torch.bfloat16), (3, torch.float64), (4, torch.float32)]
+WORLDS = [(2, torch.float16), (2, torch.bfloat16), (3, torch.float64), (4, torch.float32)]
 each_world = pytest.mark.parametrize(("workers", "dtype"), WORLDS, ids=lambda x: str(x).removeprefix("torch."))
 
 
@@ -304,6 +304,8 @@ def _gradients(worker: int, plan: str, kind: str, dtype: torch.dtype, options: d
     delivered = {name: torch.zeros(24, 16, dtype=torch.float64) for name in ("a", "b")}
     with laconic.attach(laconic.plan(plan), model, optimizer, weighted=True, **options) as session:
         for step in range(STEPS):
+            if step == 8 and "bits=2" in plan:  # what the old codec has not delivered is carried over
+                session.change(laconic.plan("Plan(codec=ErrorFeedback(LowRank(rank=2)))"))
             session.weigh(0 if (worker, step) == (3, 4) else _count(worker, step))
             given = _given(worker, step)
             if (worker, step) in ((1, 2), (3, 4)):  # NaN where it is left out, and where it weighs nothing
