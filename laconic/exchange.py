@@ -51,11 +51,13 @@ class Mean:
     """The mean of `x` over all workers, in `x`'s shape and dtype.
 
     The result may reuse the memory of `x`. With `wide`, workers that hold equal values get exactly these values back,
-    whatever the number of workers and the dtype.
+    whatever the number of workers and the dtype. With `shares` it is the weighted mean: one for each worker, the same
+    tuple on all of them, none below 0, and 1 on average. What a worker of share 0 holds is not looked at.
     """
 
     x: Tensor
     wide: bool = False
+    shares: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,14 +99,22 @@ class NonFiniteCheck:
         self._each_parameter = False
         """Whether a late check looks at each parameter, as it does after a first non-finite step: it takes longer."""
 
-    def watch(self, tensors: Mapping[str, Tensor], average: Callable[[], Exchange[Averaged]]) -> Exchange[Averaged]:
-        """Run the exchange that `average` makes of `tensors`, and note which messages and means are finite."""
+    def watch(
+        self,
+        tensors: Mapping[str, Tensor],
+        average: Callable[[], Exchange[Averaged]],
+        weight: float | None = None,
+    ) -> Exchange[Averaged]:
+        """Run the exchange that `average` makes of `tensors`, and note which messages and means are finite.
+
+        Where means are weighted, `weight` is this worker's, and `average` multiplies the tensors by it.
+        """
         if self.policy == "ignore":
             unseen = yield from average()
             return unseen if unseen.decided else replace(unseen, finite=lambda: _finite(tensors))
         share = 1.0
         if self.policy == "exclude":
-            share = yield from self._share_of_finite(tensors)
+            share = yield from self._share_of_finite(tensors, weight)
         own: list[Finding] = []
         means: list[bool] = []
         ok: Tensor | None = None
@@ -157,18 +165,21 @@ class NonFiniteCheck:
         self._seen.append(_Observed([], bool(ok), ()))
         return bool(ok)
 
-    def _share_of_finite(self, tensors: Mapping[str, Tensor]) -> Exchange[float]:
+    def _share_of_finite(self, tensors: Mapping[str, Tensor], weight: float | None) -> Exchange[float]:
         """Return the share of workers whose gradients are finite; let the gradients of the others count as zeros.
 
-        The finite ones are scaled up for that, and not the mean: it also holds residuals.
+        The finite ones are scaled up for that, and not the mean: it also holds residuals. Where means are weighted,
+        they are scaled by the share of the weight that is theirs.
         """
         own = _finite(tensors)
         own = own if self.agree is None else self.agree(own)  # a replica is left out as a whole
-        share = float((yield Mean(own.to(torch.float32).reshape(1))))
-        if 0 < share < 1:
+        row = own.to(torch.float32).reshape(1)
+        found = (yield Mean(row if weight is None else torch.cat([row, row * weight]))).tolist()
+        share, of_weight = found[0], found[-1]
+        if 0 < share < 1 and of_weight:
             for t in tensors.values():
-                t.copy_(t / share if bool(own) else torch.zeros_like(t))
-        return share
+                t.copy_(t / of_weight if bool(own) else torch.zeros_like(t))
+        return float(share)
 
     def forget(self) -> None:
         """Drop what was noted."""

@@ -2,7 +2,8 @@
 
 Workers that are at different steps, under different plans or with different parameters get an error instead of a mean
 of different things. All headers have the same length, whatever the model. Usually all workers state the
-same, and one all_reduce of five numbers shows it. Only otherwise is the row of every worker gathered.
+same, and one all_reduce of five numbers shows it. Only otherwise is the row of every worker gathered; where means are
+weighted, it always is: it tells how many samples each worker has counted.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from laconic.comm.queue import CollectiveQueue
 from laconic.errors import DesyncError, names, outliers
 from laconic.exchange import Exchange, Gather, Max
 
+NOT_COUNTED = -1
+"""The count of a worker that has not called `session.weigh` though it had to."""
 _BITS = 62
 _MASK = (1 << _BITS) - 1
 
@@ -45,12 +48,14 @@ class Header:
     """Bit i: parameter i has a gradient here."""
     step_ms: int = 0
     """How long a step takes on this worker; 0 if unknown."""
+    count: int | None = None
+    """How many samples this worker has counted, where means are weighted; or `NOT_COUNTED`."""
 
     def row(self) -> Tensor:
         """Return the numbers that are sent, int64."""
         same = (self.step, digest_of(self.plan), self.model.digest)
         own = (digest_of(str(self.with_gradient)), int(self.finite), int(self.stop), self.step_ms)
-        return torch.tensor([*same, *own], dtype=torch.int64)
+        return torch.tensor([*same, *own, *([] if self.count is None else [self.count])], dtype=torch.int64)
 
     def summary(self) -> Tensor:
         """Return five int64 numbers. Their largest over all workers show whether all state the same and are finite."""
@@ -67,8 +72,8 @@ class Header:
     @staticmethod
     def from_row(row: Sequence[int], like: Header) -> Header:
         """Read the row of a worker that is at the same step, under the same plan and with the same gradients."""
-        finite, stop, step_ms = row[4:]
-        return replace(like, finite=bool(finite), stop=bool(stop), step_ms=step_ms)
+        finite, stop, step_ms, *count = row[4:]
+        return replace(like, finite=bool(finite), stop=bool(stop), step_ms=step_ms, count=count[0] if count else None)
 
     def words(self) -> Tensor:
         """Return `with_gradient` as int64 numbers, as many as the facts about the model need."""
@@ -109,6 +114,22 @@ class Headers:
         """How long a step takes on the slowest worker; 0 if no worker knows."""
         return max(header.step_ms for header in self.all)
 
+    @property
+    def shares(self) -> tuple[float, ...] | None:
+        """What the tensors of each worker are multiplied by, so that counts weigh their mean; 1 on average.
+
+        None where means are not weighted, and where all weigh the same, as they do if all have counted 0. Workers whose
+        tensors are not finite weigh 0.
+        """
+        if any(header.count is None for header in self.all):
+            return None
+        counts = [header.count or 0 if header.finite else 0 for header in self.all]
+        if not any(counts):
+            counts = [int(header.finite) for header in self.all]
+        if len(set(counts)) == 1:
+            return None
+        return tuple(count * len(counts) / sum(counts) for count in counts)
+
 
 def exchange_headers(queue: CollectiveQueue, header: Header, shards: CollectiveQueue | None = None) -> Headers:
     """Check that all workers are at the same step with the same plan and model, and return what they state.
@@ -118,9 +139,20 @@ def exchange_headers(queue: CollectiveQueue, header: Header, shards: CollectiveQ
     if shards is not None:
         bad, stop, step_ms = shards.largest(torch.tensor([not header.finite, header.stop, header.step_ms])).tolist()
         header = replace(header, finite=not bad, stop=bool(stop), step_ms=step_ms)
-    if queue.workers == 1:
-        return Headers((header,))
-    return _read(queue, header, queue.run(_gathered(queue, header), "control"))
+        if header.count is not None:  # what a replica has counted is what its workers have
+            counts = shards.gather(torch.tensor(header.count))
+            header = replace(header, count=NOT_COUNTED if NOT_COUNTED in counts else int(counts.sum()))
+    alone = queue.workers == 1
+    headers = Headers((header,)) if alone else _read(queue, header, queue.run(_gathered(queue, header), "control"))
+    missing = [worker for worker, each in enumerate(headers.all) if each.count == NOT_COUNTED]
+    if missing:
+        raise RuntimeError(
+            f"step {header.step}: {names(missing, 'worker' if shards is None else 'replica')} ({queue.level}) counted "
+            "nothing, and attach(..., weighted=True) weighs workers by what they count. Nothing was averaged.\n"
+            "  Call session.weigh(n) with the samples or tokens of each step, on every worker, before its backward; "
+            "weigh(0) in a step without data."
+        )
+    return headers
 
 
 class PendingHeaders:
@@ -136,7 +168,9 @@ class PendingHeaders:
 
 
 def _gathered(queue: CollectiveQueue, header: Header) -> Exchange[Headers | Tensor]:
-    """Return the headers of all workers, if all state the same and are finite; else their rows, [workers, 7]."""
+    """Return the headers of all workers, if all state the same and are finite; else their rows, [workers, 7 or 8]."""
+    if header.count is not None:
+        return (yield Gather(header.row().to(queue.device))).cpu()
     largest = yield Max(header.summary().to(queue.device))
     same = header.of_all(largest.cpu(), queue.workers)
     return same if same is not None else (yield Gather(header.row().to(queue.device))).cpu()

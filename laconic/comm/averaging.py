@@ -28,8 +28,9 @@ def average_in_place(
     phase: str = "weights",
     large_bytes: int = LARGE_BYTES,
     piece_bytes: int | None = None,
+    shares: tuple[float, ...] | None = None,
 ) -> None:
-    """Replace each tensor by its mean over the workers, and wait for it.
+    """Replace each tensor by its mean over the workers, weighted by their `shares` if given, and wait for it.
 
     Tensors keep their storage, strides and dtype. Each dtype is averaged by itself. Equal replicas stay bit-equal.
     Large tensors are averaged in their own memory: after a failure, some hold their means, some their old values, and
@@ -37,11 +38,15 @@ def average_in_place(
     """
     if queue.workers > 1:
         detached = {name: t.detach() for name, t in tensors.items()}
-        queue.run_all(in_pieces(detached, queue.workers, large_bytes, piece_bytes), phase)
+        queue.run_all(in_pieces(detached, queue.workers, large_bytes, piece_bytes, shares), phase)
 
 
 def in_pieces(
-    tensors: Mapping[str, Tensor], workers: int, large_bytes: int = LARGE_BYTES, piece_bytes: int | None = None
+    tensors: Mapping[str, Tensor],
+    workers: int,
+    large_bytes: int = LARGE_BYTES,
+    piece_bytes: int | None = None,
+    shares: tuple[float, ...] | None = None,
 ) -> Iterator[Exchange[Averaged]]:
     """Divide tensors into exchanges of one collective each, by their shapes and dtypes alone, which all workers share.
 
@@ -50,21 +55,22 @@ def in_pieces(
     """
     tied = overlapping(tensors)
     for dtype in dict.fromkeys(t.dtype for t in tensors.values()):
-        cap_bytes = piece_bytes or (EXACT_PIECE_BYTES if sums_exactly(dtype, workers) else WIDE_PIECE_BYTES)
+        plain = shares is None and sums_exactly(dtype, workers)
+        cap_bytes = piece_bytes or (EXACT_PIECE_BYTES if plain else WIDE_PIECE_BYTES)
         of_dtype = {name: t for name, t in tensors.items() if t.dtype == dtype}
         for name, t in of_dtype.items():
             if t.nbytes >= large_bytes:
                 for piece in cut(t, cap_bytes):
-                    yield _averaged({name: piece}, in_place=name not in tied)
+                    yield _averaged({name: piece}, name not in tied, shares)
         small = {name: t for name, t in of_dtype.items() if 0 < t.nbytes < large_bytes}
         for names in in_buckets(small, cap_bytes):
-            yield _averaged({name: small[name] for name in names}, in_place=False)
+            yield _averaged({name: small[name] for name in names}, False, shares)
 
 
-def _averaged(tensors: dict[str, Tensor], in_place: bool) -> Exchange[Averaged]:
+def _averaged(tensors: dict[str, Tensor], in_place: bool, shares: tuple[float, ...] | None) -> Exchange[Averaged]:
     """Average tensors of one dtype in one collective, and write the means over them."""
     flat = side_by_side(tensors.values()) if in_place else None
-    mean = yield Mean(pack(tensors) if flat is None else flat, wide=True)
+    mean = yield Mean(pack(tensors) if flat is None else flat, wide=True, shares=shares)
     if flat is None or mean.data_ptr() != flat.data_ptr():
         write(tensors, unpack(mean, like=tensors))
     return Averaged(tensors, dict, lambda: all_finite(tensors))

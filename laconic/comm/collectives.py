@@ -2,7 +2,8 @@
 
 Means are sums of numbers that were divided before, so that nothing overflows. A `wide` mean leaves equal replicas
 bit-equal: a plain sum does that for 2 and 4 workers in fp32 and fp64; otherwise each worker averages one shard
-by differences (all_to_all), and the shards are gathered (all_gather): the bytes of a ring all-reduce.
+by differences (all_to_all), and the shards are gathered (all_gather): the bytes of a ring all-reduce. A weighted mean
+(`Mean(x, shares=...)`) is always computed so.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.exchange import AllToAll, First, Gather, Max, Request
+from laconic.exchange import AllToAll, First, Gather, Max, Mean, Request
 
 Group = dist.ProcessGroup
 
@@ -42,8 +43,8 @@ def launch(request: Request, group: Group | None) -> Generator[Any, None, Tensor
         x = request.x.contiguous()
         yield dist.all_reduce(x, dist.ReduceOp.MAX, group=group, async_op=True)
         return x
-    if request.wide and not sums_exactly(request.x.dtype, workers):
-        return (yield from _wide_mean(request.x, workers, group))
+    if request.shares is not None or (request.wide and not sums_exactly(request.x.dtype, workers)):
+        return (yield from _wide_mean(request, workers, group))
     x = request.x.contiguous()
     x.div_(workers)
     yield dist.all_reduce(x, group=group, async_op=True)
@@ -67,8 +68,9 @@ def sums_exactly(dtype: torch.dtype, workers: int) -> bool:
     return dtype in (torch.float32, torch.float64) and workers in (2, 4)
 
 
-def _wide_mean(x: Tensor, workers: int, group: Group | None) -> Generator[Any, None, Tensor]:
+def _wide_mean(request: Mean, workers: int, group: Group | None) -> Generator[Any, None, Tensor]:
     """Average one shard of `x` on each worker, then gather the shards: one copy of `x` in extra memory."""
+    x = request.x
     flat = x.contiguous().view(-1)
     shards = shards_of(flat.numel(), workers)
     share, me = shards[0], dist.get_rank(group)
@@ -80,7 +82,7 @@ def _wide_mean(x: Tensor, workers: int, group: Group | None) -> Generator[Any, N
     )
     rows = received.view(workers, shards[me]).unbind()
     mine = flat.new_empty(share)
-    mean_in_blocks(rows, mine)
+    mean_in_blocks(rows, mine, request.shares)
     gathered = list(_as_bytes(buffer).view(workers, -1).unbind())
     yield dist.all_gather(gathered, _as_bytes(mine), group=group, async_op=True)
     return flat.copy_(buffer[: flat.numel()]).view(x.shape)
@@ -96,12 +98,13 @@ def shards_of(count: int, workers: int) -> list[int]:
     return [max(0, min(share, count - worker * share)) for worker in range(workers)]
 
 
-def mean_in_blocks(rows: Sequence[Tensor], into: Tensor) -> None:
+def mean_in_blocks(rows: Sequence[Tensor], into: Tensor, shares: Sequence[float] | None = None) -> None:
     """Write the mean of flat tensors, in blocks that stay in a core's cache, without large temporaries."""
     count = rows[0].numel()
     for start in range(0, count, BLOCK):
         end = min(start + BLOCK, count)
-        into[start:end] = mean([row[start:end] for row in rows])
+        blocks = [row[start:end] for row in rows]
+        into[start:end] = mean(blocks) if shares is None else weighted_mean(blocks, shares)
 
 
 def _as_bytes(x: Tensor) -> Tensor:
@@ -132,3 +135,24 @@ def mean(rows: Sequence[Tensor]) -> Tensor:
         return result
     # Differences of infinities are NaN, and those of huge numbers may overflow: average these term by term.
     return torch.where(result.isfinite(), result, torch.stack([row / len(rows) for row in rows]).sum(0))
+
+
+def weighted_mean(rows: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """Average rows of floating point by their shares, which are 1 on average, by their differences from one of them.
+
+    So where all are equal, the mean is exactly that, also in half precision: a product of each row would be rounded.
+
+    >>> mean_of = weighted_mean([torch.tensor([0.1]), torch.tensor([0.1])], [0.7, 1.3])
+    >>> mean_of == torch.tensor([0.1]), weighted_mean([torch.tensor([torch.nan]), torch.tensor([3.0])], [0.0, 2.0])
+    (tensor([True]), tensor([3.]))
+    """
+    weighed = [(row if row.itemsize >= 4 else row.float(), s) for row, s in zip(rows, shares, strict=True) if s]
+    (first, _), *others = weighed
+    off = torch.zeros_like(first)
+    for other, share in others:
+        off.add_(first - other, alpha=share)
+    result = torch.sub(first, off, alpha=1 / len(rows))
+    if result.device.type == "cpu" and bool(result.sum().isfinite()):
+        return result
+    terms = torch.stack([row * (share / len(rows)) for row, share in weighed])
+    return torch.where(result.isfinite(), result, terms.sum(0))

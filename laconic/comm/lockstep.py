@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from laconic.comm.collectives import weighted_mean
 from laconic.errors import DesyncError
 from laconic.exchange import (
     AllToAll,
@@ -42,6 +43,8 @@ Means: TypeAlias = Callable[[Sequence[Mean]], Tensor]
 def exact_mean(requests: Sequence[Mean]) -> Tensor:
     """Average by differences from the first, in float64: equal inputs come back, and half precision loses nothing."""
     xs = torch.stack([request.x for request in requests])
+    if (shares := requests[0].shares) is not None:
+        return weighted_mean(list(xs.double()), shares).to(xs.dtype)
     first = xs[0].double()
     return (first + (xs.double() - first).mean(0)).to(xs.dtype)
 
@@ -131,7 +134,9 @@ def _shown(request: Request | Decide | Done[Any]) -> str:
         return "the end"
     if isinstance(request, Decide):
         return "Decide"
-    how = ", summed wide" if isinstance(request, Mean) and request.wide else ""
+    how = ""
+    if isinstance(request, Mean):
+        how = f"{', summed wide' if request.wide else ''}{f', by {request.shares}' if request.shares else ''}"
     if isinstance(request, AllToAll):
         how = f" in {list(request.rows)} rows"
     if isinstance(request, First):

@@ -27,6 +27,7 @@ from laconic.ledger import Ledger
 from laconic.optim import DeMo
 from laconic.plans.plan import Plan
 from laconic.plans.text import plan as parse_plan
+from laconic.session.counts import Counts
 from laconic.session.ddp import DDPPath, check_ddp_model
 from laconic.session.foreign import (
     check_wrapper,
@@ -74,6 +75,7 @@ def attach(
     verify_every: int | None = None,
     scaler: GradScaler | None = None,
     clip_norm: float | None = None,
+    weighted: bool = False,
     observers: Sequence[StepObserver] = (),
 ) -> Session:
     """Synchronise the workers that hold copies of `model` as `plan` says.
@@ -115,6 +117,8 @@ def attach(
             found in its wrapper of the optimizer.
         clip_norm: Scale the averaged gradients of each optimizer down to this norm before it steps, as torch's
             `clip_grad_norm_` does: over all shards, after unscaling, and also in steps that average nothing.
+        weighted: Whether workers weigh by the samples or tokens that they count with `session.weigh(n)`, in every mean:
+            for workers whose batches, or whose numbers of steps, differ. See docs/training.md.
         observers: What watches the session from its first step on, such as `laconic.Guard("warn")`, on every worker.
 
     Raises:
@@ -131,6 +135,7 @@ def attach(
         clipping, divergence = Clipping(clip_norm), DivergenceCheck(verify_every)
         check_choices(commit, anchors)
         check_sync_initial(sync_initial)
+        counts = Counts() if check_weighted(weighted) else None
         check_wrapping(model)
         watching = [*check_observers(observers), *observers_from_env()]
         units = find_units(model)
@@ -160,13 +165,13 @@ def attach(
         # 2. The parts of a session.
         live = LiveModel(ddp.module if ddp else model, optimizers, sharded=bool(units))
         check = NonFiniteCheck(policy, late=late and policy == "skip", shards=known.shards)
-        averager = GradientAverager(live, known, check, scaler if units or ddp else None)
-        weights = WeightSync(live, known, commit, anchors, policy, averager.chosen)
+        averager = GradientAverager(live, known, check, scaler if units or ddp else None, counts)
+        weights = WeightSync(live, known, commit, anchors, policy, averager.chosen, counts)
         headers = StepHeaders(plan, live, Stop())
         scaled = [ScaledSteps(each, wrapper) for each, wrapper in zip(optimizers, given, strict=True)]
         # 3. All workers compare what they were given and what they train, and start from the same weights.
         settings = {"commit": commit, "nonfinite": policy, "verify_every": verify_every, "sync_initial": sync_initial}
-        facts = _facts(asked, live, model, {**settings, "clip_norm": clip_norm})
+        facts = _facts(asked, live, model, {**settings, "clip_norm": clip_norm, "weighted": weighted})
         for queue in filter(None, (known.world, known.shards)):
             agree(queue, "what is attached", facts | {"what the plan becomes": repr(plan)})
         warn_of_learning_rates(known.world, optimizers)
@@ -236,6 +241,16 @@ def check_sync_initial(sync_initial: object) -> None:
             f"attach(sync_initial={sync_initial!r}): it must be True (all workers take the first worker's weights), "
             "False (weights that differ are an error), or None (they are logged)."
         )
+
+
+def check_weighted(weighted: object) -> bool:
+    """Refuse what is not a bool."""
+    if not isinstance(weighted, bool):
+        raise TypeError(
+            f"attach(weighted={weighted!r}): it must be True or False. How much a worker weighs is counted in each "
+            "step: session.weigh(n)."
+        )
+    return weighted
 
 
 def _check_lazy(model: nn.Module) -> None:

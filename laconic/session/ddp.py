@@ -124,7 +124,7 @@ class DDPPath:
         self._views = BucketViews(averager.live, keeps=not self._frees_buckets)
         self._queues: dict[Level, BucketQueue] = {}
         self._sync: Sync | None = None
-        self._headers: PendingHeaders | None = None
+        self._headers: PendingHeaders | Headers | None = None
         self._ignored_buffers = {f"buffer:{clean(name)}" for name in ddp.parameters_to_ignore}
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph and averager.levels.workers > 1
         self._bitmap_bytes = 0
@@ -162,8 +162,12 @@ class DDPPath:
             return resolved(bucket.buffer())
         if bucket.buffer().is_sparse:
             raise RuntimeError(SPARSE.format("a parameter"))
-        # Headers go first, in the same queue, and are read before the optimizer's step.
-        if self._headers is None and self._step_headers.stop_due:
+        # Headers go first, in the same queue, and are read before the optimizer's step; at once where they tell by
+        # how much gradients are multiplied.
+        if self._averager.counts is not None:
+            if bucket.index() == 0:
+                self._headers = self._averager.weigh_in_backward(self._sync.level, self._step_headers)
+        elif self._headers is None and self._step_headers.stop_due:
             self._headers = PendingHeaders(self._averager.levels.world, self._step_headers.stop_header())
         queue = self._queues.get(self._sync.level) or self._queue(self._sync.level)
         tensors = self._views.tensors(bucket)
@@ -227,7 +231,7 @@ class DDPPath:
         self._was_local = self._was_local or self._sync is None
         if self._sync is not None:
             self._check_parameters()
-        return None if headers is None else headers.wait()
+        return headers.wait() if isinstance(headers, PendingHeaders) else headers
 
     def _check_parameters(self) -> None:
         """Refuse parameters that are trained, and that DDP does not average."""

@@ -65,6 +65,8 @@ class ShardedPath:
         self._live = averager.live
         self._queue = averager.levels.world
         self._headers = headers
+        self._received: Headers | None = None
+        """The headers of the last backward of this step, where means are weighted."""
         self._codec: Codec | None = None
         self._backward = -1
         """The backward whose gradients are being averaged; -1 if there is none."""
@@ -103,9 +105,10 @@ class ShardedPath:
         return None
 
     def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
-        """Exchange headers where they are due."""
-        if not self._headers.stop_due:
-            return None
+        """Exchange headers where they are due, and none were in backward."""
+        received, self._received = self._received, None
+        if received is not None or not self._headers.stop_due:
+            return received
         return exchange_headers(self._queue, self._headers.stop_header(), self._averager.levels.shards)
 
     def after_optimizer(self) -> None:
@@ -142,6 +145,7 @@ class ShardedPath:
         if self._backward != backward_id():
             if self._backward != -1:  # one that failed: its gradients are lost
                 self._drop_pending()
+            self._received = self._averager.weigh_in_backward(None, self._headers)
             self._backward = backward_id()
             at_end_of_backward(self._finish)
         # 2. this worker's shards by name: views of the flat buffer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,19 +12,22 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from laconic.checks.finite import NonFiniteCheck
-from laconic.checks.headers import Headers
+from laconic.checks.headers import Header, Headers, exchange_headers
 from laconic.codecs import Codec, Exact, TopDCT
 from laconic.codecs.feedback import contains, has_feedback, residuals_by_name, return_to_residual
 from laconic.codecs.routing import routed
 from laconic.comm.averaging import write
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
-from laconic.exchange import Averaged, Decide, Exchange, Peers, State
-from laconic.packing import narrowed
+from laconic.exchange import Averaged, Decide, Exchange, Level, Peers, State
+from laconic.packing import narrowed, wide_dtype
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
+from laconic.session.counts import Counts
 from laconic.session.live_model import LiveModel
 from laconic.session.scaling import LossScale, ScaledSteps
+from laconic.session.stop import StepHeaders
+from laconic.torch_private.foreach import multiply_all, zero_all
 
 CARRY_STEPS = 32
 """The steps over which residuals of an old codec are delivered, in equal shares."""
@@ -86,11 +90,20 @@ class GradientAverager:
     """Averages buckets of gradients through the codec of the step, and checks that they are finite."""
 
     def __init__(
-        self, live: LiveModel, levels: Levels, check: NonFiniteCheck, scaler: GradScaler | None = None
+        self,
+        live: LiveModel,
+        levels: Levels,
+        check: NonFiniteCheck,
+        scaler: GradScaler | None = None,
+        counts: Counts | None = None,
     ) -> None:
         self.live = live
         self.levels = levels
         self.check = check
+        self.counts = counts
+        """What this worker has counted, where means are weighted."""
+        self._share: float | None = None
+        """What its gradients are multiplied by in this backward."""
         self.wraps: list[Callable[[Codec], Codec]] = []
         """Put around each codec that runs among all workers."""
         self._codec: Codec = Exact()
@@ -122,6 +135,20 @@ class GradientAverager:
             chosen = wrap(chosen)
         return chosen
 
+    def weigh(self, queue: CollectiveQueue, header: Header) -> Headers:
+        """Exchange headers; where means are weighted, the share of this worker follows from them."""
+        headers = exchange_headers(queue, header, self.levels.shards)
+        if self.counts is not None:
+            shares = headers.shares
+            self._share = 1.0 if shares is None else shares[queue.peers.rank]
+        return headers
+
+    def weigh_in_backward(self, level: Level, headers: StepHeaders) -> Headers | None:
+        """Exchange headers before the first bucket of a backward, if means are weighted."""
+        if self.counts is None:
+            return None
+        return self.weigh(self.levels[level], headers.stop_header(self.counts.of_gradients()))
+
     def average(
         self, bucket: dict[str, Tensor], codec: Codec | None = None, state: State | None = None, reuse: bool = True
     ) -> Exchange[Averaged]:
@@ -139,10 +166,37 @@ class GradientAverager:
                 return deliver(bucket, state, codec, peers, reuse)
             return codec.average(bucket, state, peers, reuse=reuse)
 
-        end = yield from self.check.watch(bucket, average)
+        weighed = average if self._share in (None, 1.0) else partial(by_share, bucket, self._share, state, average)
+        end = yield from self.check.watch(bucket, weighed, self._share)
         if end.mean is not bucket:
             write(bucket, end.mean)
         return end
+
+
+def by_share(
+    tensors: Mapping[str, Tensor], share: float, state: State, average: Callable[[], Exchange[Averaged]]
+) -> Exchange[Averaged]:
+    """Multiply `tensors` by this worker's share, in their memory, and average them.
+
+    The product is computed in fp32. What half precision loses of it, by rounding or beyond the range of fp16, goes to
+    the residual, where the codec keeps one. A worker that weighs nothing contributes zeros, whatever it holds.
+    """
+    lost: dict[str, Tensor] = {}
+    half = {name: t for name, t in tensors.items() if wide_dtype(t.dtype) != t.dtype}
+    if not share:
+        zero_all(list(tensors.values()))
+    elif not half:
+        multiply_all(list(tensors.values()), share)
+    else:
+        for name, t in tensors.items():
+            product = t.to(wide_dtype(t.dtype)) * share
+            t.copy_(narrowed(product, t.dtype))
+            if name in half:
+                lost[name] = product - t
+    end = yield from average()
+    if lost and end.decided:
+        return_to_residual(state, lost, end.finite())
+    return end
 
 
 def carry_residuals(old: State) -> State:

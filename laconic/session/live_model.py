@@ -189,13 +189,22 @@ class LiveModel:
 
     # The three verbs
 
-    def average(self, queue: CollectiveQueue, tensors: Mapping[str, Tensor], atomic: bool = False) -> None:
-        """Replace tensors by their exact mean over the workers: piece by piece, or all at once at the end."""
+    def average(
+        self,
+        queue: CollectiveQueue,
+        tensors: Mapping[str, Tensor],
+        atomic: bool = False,
+        shares: tuple[float, ...] | None = None,
+    ) -> None:
+        """Replace tensors by their exact mean over the workers, weighted by their `shares` if given.
+
+        Piece by piece, or all at once at the end.
+        """
         if atomic:
-            exchanges = [(bucket, _exact_mean(bucket, queue.peers)) for bucket in bucketed(tensors)]
+            exchanges = [(bucket, _exact_mean(bucket, queue.peers, shares)) for bucket in bucketed(tensors)]
             _run(queue, exchanges, Payload.WEIGHTS, atomic)
         else:
-            average_in_place(queue, tensors, Payload.WEIGHTS)
+            average_in_place(queue, tensors, Payload.WEIGHTS, shares=shares)
 
     def take_from(
         self,
@@ -332,8 +341,12 @@ def _run(
         write(bucket, values)
 
 
-def _exact_mean(tensors: Mapping[str, Tensor], peers: Peers) -> Exchange[dict[str, Tensor]]:
-    return (yield from Exact(wide=True).average(tensors, {}, peers)).mean
+def _exact_mean(
+    tensors: Mapping[str, Tensor], peers: Peers, shares: tuple[float, ...] | None
+) -> Exchange[dict[str, Tensor]]:
+    if shares is None:
+        return (yield from Exact(wide=True).average(tensors, {}, peers)).mean
+    return unpack((yield Mean(pack(tensors), wide=True, shares=shares)), like=tensors)
 
 
 def _of_worker(tensors: Mapping[str, Tensor], worker: int) -> Exchange[dict[str, Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.checks.headers import Header, Headers, exchange_headers
+from laconic.checks.headers import Header, Headers
 from laconic.codecs import Codec
 from laconic.packing import in_buckets
 from laconic.plans.plan import Plan
@@ -84,7 +84,7 @@ class ModulePath:
         params = live.originals
         held = {id(p) for each in optimizers for p in each.parameters()}
         here = sum(1 << i for i, p in enumerate(params.values()) if p.grad is not None and id(p) in held)
-        headers = exchange_headers(queue, self._header(here, optimizers), self._averager.levels.shards)
+        headers = self._averager.weigh(queue, self._header(here, optimizers))
         live.sync_new(queue, among_all=queue is self._averager.levels.world)
         # 2. gradients, the same ones on every worker. The others keep None: no optimizer moves these parameters, and
         # their residuals stay.
@@ -122,7 +122,9 @@ class ModulePath:
 
     def _header(self, with_gradient: int, optimizers: Sequence[ScaledSteps]) -> Header:
         """Make a header that also says whose gradients follow, where there are several optimizers."""
-        header = self._headers.header(with_gradient=with_gradient)
+        counts = self._averager.counts
+        count = None if counts is None else counts.of_gradients()
+        header = self._headers.header(with_gradient=with_gradient, count=count)
         if len(self._scaled) == 1:
             return header
         whose = " and ".join(str(self._scaled.index(each) + 1) for each in optimizers)

@@ -26,13 +26,14 @@ from torch.optim import Optimizer
 from laconic.checks.agreement import agree
 from laconic.checks.digests import DivergenceCheck
 from laconic.checks.finite import NonFinite, check_policy
-from laconic.checks.headers import Headers
+from laconic.checks.headers import NOT_COUNTED, Headers
 from laconic.codecs import Codec
 from laconic.codecs.feedback import has_feedback
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Quadratic, Sync, SyncClock
 from laconic.plans.text import plan as parse_plan
+from laconic.session.counts import Counts
 from laconic.session.foreign import OtherOptimizers, check_first_step, optimizer_inside
 from laconic.session.gradients import GradientAverager, GradientPath, carry_residuals
 from laconic.session.live_model import facts_of_model
@@ -70,7 +71,7 @@ class Session:
         self.health: Health | None = None
         """What a `laconic.Guard` has measured last; None without one."""
         self._path, self._averager, self._weights, self._headers = path, averager, weights, headers
-        self._live, self._levels = averager.live, averager.levels
+        self._live, self._levels, self._counts = averager.live, averager.levels, averager.counts
         self._scaled, self._clipping, self._divergence = list(scaled), clipping, divergence
         self._clock = SyncClock(since=plan.schedule.start - 1)
         # Of the step that comes next, set by `_prepare`
@@ -185,6 +186,20 @@ class Session:
 
     # What a training loop may call
 
+    def weigh(self, n: int) -> None:
+        """Count `n` samples or tokens of this worker: after `attach(..., weighted=True)`, means are weighted by them.
+
+        Call it in each step before `backward`, on every worker, with `n=0` in a step without data. Gradients are
+        weighted by what was counted in the step, weights and deltas by what was counted since they were last averaged.
+        A worker's gradient must be the mean over the samples that it has counted. See docs/training.md.
+        """
+        if self._counts is None:
+            raise RuntimeError(
+                f"weigh({n!r}): this session does not weigh its workers, and all of them must agree to. Write "
+                "attach(..., weighted=True) on every worker."
+            )
+        self._counts.add(n)
+
     def average_gradients(self, optimizer: Optimizer | None = None) -> None:
         """On a bare module: average the gradients now instead of at the optimizer's step.
 
@@ -212,7 +227,10 @@ class Session:
 
         The others may be about to synchronise, and this one must take part. Steps that a GradScaler skips are counted
         without it. It stands for all optimizers that have yet to step; others step these in the order of `attach`.
+        Where means are weighted, a worker that has counted nothing in the step counts 0.
         """
+        if self._counts is not None and self._counts.of_gradients() == NOT_COUNTED:
+            self._counts.add(0)
         for each in list(self._waiting):
             self._before(each, step_follows=False)
             self._waiting.remove(each)
@@ -269,6 +287,8 @@ class Session:
         self._weights.settle(self.plan, step=sys.maxsize)
         lagging = self.plan.needs_anchor and has_feedback(self.plan.codec)
         if lagging:
+            if self._counts is not None:  # a residual has its worker's share in it already, and the weights have not
+                self._average_weights(optimizers=False, force=True)
             self._weights.apply_residuals()
         self._average_weights(optimizers=gradients, force=lagging)
         self._averager.equalise_loss_scale()
@@ -276,6 +296,8 @@ class Session:
         self.plan, self.given, self._clock = plan, given, clock
         self._live.reset(carry_residuals(self._live.state["gradient"]) if gradients else None)
         self._weights.forget()
+        if self._counts is not None:
+            self._counts.all_synced()
         self._restart()
 
     def detach(self) -> None:
@@ -300,6 +322,7 @@ class Session:
             **self._live.state_dict(),
             **weights,
             **({} if self.given is self.plan else {"given": repr(self.given)}),
+            **({} if self._counts is None else {"counted": self._counts.state_dict()}),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -315,7 +338,14 @@ class Session:
                 f"this state was saved under {saved['plan']} and the plan is {self.plan!r}: the state of one codec is "
                 f"of no use to another. Attach laconic.plan({saved['plan']!r}), load, then change(...) to the new plan."
             )
+        if "counted" in saved and self._counts is None:
+            raise ValueError(
+                "this state is of a run whose workers weigh by what they count, and this session does not weigh them: "
+                "the run would go on with other means. Attach with weighted=True, and call session.weigh(n)."
+            )
         self.step = saved["step"]
+        if self._counts is not None:  # of a run that had plain means there is nothing: it goes on with weighted ones
+            self._counts.load_state_dict(saved.get("counted", Counts().state_dict()))
         self._clock = SyncClock(saved["since"], saved["lr"])
         self._live.load_state_dict(saved)
         self._path.repeat_layout(saved["layout"])
@@ -494,6 +524,8 @@ class Session:
         if self._gradient is not None and self._gradient.level is None:
             self._path.after_optimizer()
             self._compare_weights(self._live.params, every_step=True)
+        if self._gradient is not None and self._counts is not None:
+            self._counts.synced(self.plan, self._gradient)
         # 4. the next step
         self._prepare()
         for observer in self._observers:
@@ -549,7 +581,7 @@ class Session:
         self._weights.settle(self.plan, step=sys.maxsize)
         different = optimizers or force or self._clock.since != self.step
         if self.plan.local and self.step >= self.plan.schedule.start and different:
-            self._weights.average_all(self._headers, optimizers)
+            self._weights.average_all(self.plan, self._headers, optimizers)
 
     def __enter__(self) -> Session:
         return self

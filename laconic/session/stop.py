@@ -89,14 +89,16 @@ class StepHeaders:
         if isinstance(plan.schedule, Never):  # no header carries it to the others
             self.stop.agreed = self.stop.agreed or self.stop.asked
 
-    def header(self, *, finite: bool = True, with_gradient: int = 0, step_ms: int = 0) -> Header:
+    def header(
+        self, *, finite: bool = True, with_gradient: int = 0, step_ms: int = 0, count: int | None = None
+    ) -> Header:
         """Make a header."""
         model = self.live.facts
-        return Header(self.step, self.plan.text, model, finite, self.stop.asked, with_gradient, step_ms)
+        return Header(self.step, self.plan.text, model, finite, self.stop.asked, with_gradient, step_ms, count)
 
-    def stop_header(self) -> Header:
+    def stop_header(self, count: int | None = None) -> Header:
         """Make a header that says how long steps take."""
-        return self.header(step_ms=self.stop.step_ms(self.step))
+        return self.header(step_ms=self.stop.step_ms(self.step), count=count)
 
     def received(self, headers: Headers, among_all: bool) -> None:
         """Note whether some worker was asked to stop. Only what all workers receive after the same step counts."""

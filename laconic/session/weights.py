@@ -34,6 +34,7 @@ from laconic.packing import in_buckets, in_parts, wide_dtype
 from laconic.plans.outer import Outer
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync
+from laconic.session.counts import Counts
 from laconic.session.live_model import LiveModel, copied, flat, same_tensors
 from laconic.session.stop import StepHeaders
 from laconic.torch_private.foreach import multiply_all, zero_all
@@ -71,6 +72,13 @@ class Contributors:
     """The factor for means, so that zeros do not count."""
     excluded: bool = False
     """Whether this worker contributes zeros."""
+    shares: tuple[float, ...] | None = None
+    """What the tensors of each worker are multiplied by, where means are weighted and not all workers weigh the same.
+
+    Whose numbers are not finite weighs 0: then means need no factor.
+    """
+    share: float = 1.0
+    """That of this worker."""
 
 
 def check_choices(commit: object, anchors: object = "device") -> None:
@@ -94,6 +102,7 @@ class WeightSync:
         anchors: Anchors,
         nonfinite: NonFinite,
         chosen: Callable[[Codec, CollectiveQueue], Codec],
+        counts: Counts | None = None,
     ) -> None:
         self.live = live
         self.levels = levels
@@ -101,6 +110,7 @@ class WeightSync:
         self.nonfinite: NonFinite = nonfinite
         self._anchors: Anchors = anchors
         self._chosen = chosen
+        self._counts = counts
         self._anchor: dict[str, Tensor] | None = None
         """By name, in fp32 or wider; None until the first step of a plan that needs it."""
         self._is_current = False
@@ -145,7 +155,8 @@ class WeightSync:
         elsewhere = with_anchor.difference(names)
         sent = {name: p for name, p in live.params.items() if name not in elsewhere}
         sent |= extra | (live.buffers if leads else {})
-        contributors = self._exchange_headers(queue, sent, extra, headers, anchored)
+        count = None if self._counts is None else self._counts.of_weights(plan, sync)
+        contributors = self._exchange_headers(queue, sent, extra, headers, anchored, count)
         among = names if all(contributors.finite) else live.params
         common = live.common_moments(queue, moments, reset_others=contributors.excluded)
         deltas = [name for name in names if name in with_anchor]
@@ -168,22 +179,28 @@ class WeightSync:
             live.reset_optimizers([*deltas, *exact])
         if queue is self.levels.world:
             live.mark_synced([*deltas, *exact])
+        if self._counts is not None:
+            self._counts.synced(plan, sync)
         if sync.fragment is None:
             return live.params
         return {} if late else self._shared(names)
 
-    def average_all(self, headers: StepHeaders, optimizers: bool) -> None:
+    def average_all(self, plan: Plan, headers: StepHeaders, optimizers: bool) -> None:
         """Average all weights and buffers exactly, whatever the plan, and the moments of the optimizers if asked."""
         live, world = self.live, self.levels.world
         live.refresh()
         moments = live.moments() if optimizers else {}
         extra = {**live.buffers, **flat(moments)}
-        contributors = self._exchange_headers(world, {**live.params, **extra}, extra, headers, anchored=False)
+        count = None if self._counts is None else self._counts.of_all_weights(plan)
+        sent = {**live.params, **extra}
+        contributors = self._exchange_headers(world, sent, extra, headers, anchored=False, count=count)
         common = live.common_moments(world, moments, reset_others=True)
         self._average(world, {**live.params, **live.buffers, **common}, contributors)
         if optimizers:
             live.equal_counters(world)
         live.mark_synced(live.params)
+        if self._counts is not None:
+            self._counts.all_synced()
 
     # 1. Who takes part
 
@@ -212,20 +229,23 @@ class WeightSync:
         extra: Mapping[str, Tensor],
         headers: StepHeaders,
         anchored: bool,
+        count: int | None,
     ) -> Contributors:
         """Exchange headers: whose numbers are finite among those that are `sent`, of which `extra` are no weights.
 
         A worker whose are not goes back to the anchor, and contributes no delta. Without an anchor it contributes
-        zeros. The means are scaled up for it.
+        zeros. The means are scaled up for it, unless they are weighted: then it weighs 0.
         """
         live = self.live
         looked_at = {name: t for name, t in sent.items() if name not in live.nonfinite_by_design}
         finite = self.nonfinite == "ignore" or bool(all_finite(looked_at))
         shards = self.levels.shards
-        received = exchange_headers(queue, headers.header(finite=finite), shards)
+        received = exchange_headers(queue, headers.header(finite=finite, count=count), shards)
         headers.received(received, among_all=queue is self.levels.world)
+        weighed = None if count is None else received.shares
+        share = 1.0 if weighed is None else weighed[queue.peers.rank]
         if all(received.finite):
-            return Contributors(received.finite)
+            return Contributors(received.finite, shares=weighed, share=share)
         each = "worker" if shards is None else "replica"
         scale = scale_without(queue, received.finite, f"step {headers.step}, weights", self.nonfinite, each)
         excluded = not received.finite[queue.peers.rank]  # also if only another shard of this replica is not finite
@@ -235,17 +255,20 @@ class WeightSync:
                 self._restore_anchor()
             if not any(key.startswith("moment:") for key in extra):
                 live.reset_optimizers(live.params)  # moments that made such weights
-        return Contributors(received.finite, scale, excluded)
+        return Contributors(received.finite, scale if count is None else 1.0, excluded, weighed, share)
 
     # 3. Deltas
 
-    def _deltas(self, names: Iterable[str], zero: bool) -> dict[str, Tensor]:
-        """Return anchor − weights, or zeros in their place."""
+    def _deltas(self, names: Iterable[str], contributors: Contributors) -> dict[str, Tensor]:
+        """Return anchor − weights, times the share of this worker; zeros if it contributes nothing."""
         anchor, params = self._anchor, self.live.params
         assert anchor is not None
-        if zero:
+        if contributors.excluded or not contributors.share:
             return {name: torch.zeros_like(anchor[name], device=params[name].device) for name in names}
-        return {name: anchor[name].to(params[name].device) - params[name] for name in names}
+        deltas = {name: anchor[name].to(params[name].device) - params[name] for name in names}
+        if contributors.share != 1 and deltas:
+            multiply_all(list(deltas.values()), contributors.share)
+        return deltas
 
     def _buckets(self, names: Iterable[str]) -> list[list[str]]:
         return in_buckets({name: self.live.params[name] for name in names})
@@ -258,7 +281,7 @@ class WeightSync:
         ends: list[Averaged] = []
 
         def exchange(bucket: list[str]) -> Exchange[Averaged]:
-            deltas = self._deltas(bucket, contributors.excluded)
+            deltas = self._deltas(bucket, contributors)
             # Not in their memory where "atomic" may still need the old residuals.
             end = yield from by_itself(codec.average(deltas, state, queue.peers, reuse=not atomic))
             if atomic:
@@ -278,7 +301,7 @@ class WeightSync:
             self._outer_step(plan, end, contributors.scale)
 
     def _average(self, queue: CollectiveQueue, tensors: Mapping[str, Tensor], contributors: Contributors) -> None:
-        self.live.average(queue, tensors, self.commit == "atomic")
+        self.live.average(queue, tensors, self.commit == "atomic", contributors.shares)
         if contributors.scale != 1 and tensors:
             multiply_all(list(tensors.values()), contributors.scale)
 
@@ -341,7 +364,7 @@ class WeightSync:
             return end
 
         with torch.no_grad():
-            snapshots = [self._deltas(bucket, contributors.excluded) for bucket in self._buckets(names)]
+            snapshots = [self._deltas(bucket, contributors) for bucket in self._buckets(names)]
         nothing = torch.empty(0)
         fragment.futures = [queue.submit(exchange(each), Payload.WEIGHTS, nothing) for each in snapshots]
         queue.flush(waits=False)

@@ -52,6 +52,8 @@ class Job:
     stop_at: int | None = None
     leave_at: int | None = None
     momentum: float = 0.5
+    weighted: bool = False
+    """Whether means are weighted; all workers count the same, so the replay is that of plain means."""
     host: str | None = None
     """The network namespace of this worker."""
     store: tuple[str | None, str] = (None, "127.0.0.1")
@@ -104,7 +106,7 @@ def train(job: Job, log: Any) -> None:
     )
     model = Line(1.0 if job.id == "0" else float(os.getpid()))  # the others receive the weights of the first
     optimizer = optimizer_of(model, job.momentum)
-    session = laconic.attach(laconic.plan(job.plan), model, optimizer, timeout_s=job.timeout_s)
+    session = laconic.attach(laconic.plan(job.plan), model, optimizer, timeout_s=job.timeout_s, weighted=job.weighted)
 
     generation = 0
 
@@ -134,6 +136,8 @@ def train(job: Job, log: Any) -> None:
                     run.stop()
                 if step.number == job.leave_at:
                     run.leave()
+                if job.weighted:
+                    session.weigh(3)
                 (model.flat() * grad).sum().backward()
                 time.sleep(job.step_s)
                 optimizer.step()

@@ -38,8 +38,9 @@ def test_without_faults_it_is_plain_training(tmp_path):
         assert {tuple(workers) for _, _, workers in cluster.commits()} == {FOUR}
 
 
-def test_killed_and_late_workers_join_the_others(tmp_path):
-    with Cluster(job(tmp_path, expect=2)) as cluster:
+@pytest.mark.parametrize("weighted", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_killed_and_late_workers_join_the_others(tmp_path, weighted):
+    with Cluster(job(tmp_path, expect=2, weighted=weighted)) as cluster:
         cluster.start("0", "2")
         cluster.wait_for_step(5)
         cluster.start("1")

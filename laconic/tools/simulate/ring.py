@@ -25,8 +25,9 @@ def gloo_mean(requests: Sequence[Mean]) -> Tensor:
     workers, like = len(rows), requests[0].x
     if workers == 1:
         return like
-    if requests[0].wide and not sums_exactly(like.dtype, workers):
-        return _sharded_mean(rows).view(like.shape)
+    shares = requests[0].shares
+    if shares is not None or (requests[0].wide and not sums_exactly(like.dtype, workers)):
+        return _sharded_mean(rows, shares).view(like.shape)
     return ring_sum([row.div_(workers) for row in rows]).view(like.shape)
 
 
@@ -55,10 +56,10 @@ def _chunk(size_bytes: int, element_bytes: int, workers: int) -> int:
     return each * -(-message_bytes // element_bytes)
 
 
-def _sharded_mean(rows: Sequence[Tensor]) -> Tensor:
+def _sharded_mean(rows: Sequence[Tensor], shares: Sequence[float] | None) -> Tensor:
     result, first = torch.empty_like(rows[0]), 0
     for size in shards_of(len(result), len(rows)):
         part = slice(first, first + size)
-        mean_in_blocks([row[part] for row in rows], result[part])
+        mean_in_blocks([row[part] for row in rows], result[part], shares)
         first += size
     return result
