@@ -19,20 +19,21 @@ WORDS = 64
 BASES = ("dense", "torchao int8", "bitsandbytes int8", "bitsandbytes nf4")
 
 
-def llama() -> Any:
+def llama(wide: bool = False) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": WORDS}
+    width = 512 if wide else 64
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "vocab_size": WORDS}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=False))
 
 
-def adapted(base: str = "dense", dora: bool = False, seed: int = 0) -> Any:
+def adapted(base: str = "dense", dora: bool = False, seed: int = 0, wide: bool = False) -> Any:
     """Freeze a Llama, quantised as `base` says, and add adapters of rank 4. `seed` is that of the adapters."""
     from peft import LoraConfig, get_peft_model
 
-    model = llama()
+    model = llama(wide)
     if base == "torchao int8":
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -40,7 +41,7 @@ def adapted(base: str = "dense", dora: bool = False, seed: int = 0) -> Any:
     elif base != "dense":
         _use_bitsandbytes(model, base)
     torch.manual_seed(seed)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, task_type="CAUSAL_LM", use_dora=dora)
+    config = LoraConfig(r=32 if wide else 4, lora_alpha=8, target_modules=TARGETS, task_type="CAUSAL_LM", use_dora=dora)
     with warnings.catch_warnings():  # what peft calls, and that a base made without a checkpoint cannot be merged
         warnings.simplefilter("ignore")
         return get_peft_model(model, config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import laconic
 from laconic import checkpoint
 from tests.integrations.peft_models import BASES, adapted, batch, trained
-from tests.integrations.torchrun_env import run_as_torchrun
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.frameworks
@@ -106,7 +104,7 @@ def _beside_torch(worker: int) -> bool:
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.01)
     losses = train(worker, wrapped, optimizer, range(STEPS))
     model = adapted()
-    ours, its, session = attach("ddp()", model)
+    ours, its, _ = attach("ddp()", model)
     return train(worker, ours, its, range(STEPS)) == losses and same(weights_of(model), weights_of(plain))
 
 
@@ -169,9 +167,7 @@ def _save_and_resume(worker: int, plan: str, folder: str, base: str) -> tuple[bo
 @pytest.mark.parametrize("base", BASES)
 def test_resuming_from_adapters_alone_is_exact(tmp_path, base):
     for plan in (PLANS[1], PLANS[4]):
-        for equal, names in run_workers(
-            _save_and_resume, 2, (plan, str(tmp_path / plan), base), timeout_s=120
-        ):
+        for equal, names in run_workers(_save_and_resume, 2, (plan, str(tmp_path / plan), base), timeout_s=120):
             assert equal, plan
             assert names and all("lora_" in name for name in names)
 
@@ -201,3 +197,33 @@ def test_a_quantised_base_is_compared_and_not_sent(base):
         assert 0 <= phases["gradient"] - planned <= 2000
         assert sum(phases.values()) < planned + CONTROL_BYTES + 2000 < planned + whole
         assert "q_proj.base_layer.weight" in said and "differ" in said
+
+
+def _hsdp(worker: int, plan: str) -> tuple[bool, list[float], dict[str, int]]:
+    """Shard base and adapters inside a machine of two, and replicate between two machines."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = adapted()
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    session = laconic.attach(plan, model, optimizer)
+    losses = train(worker, model, optimizer, range(STEPS))
+    phases = sent(session)
+    whole = {name: p.full_tensor() for name, p in trained(model).items()}
+    gathered = session.gather([int(t.sum(dtype=torch.float64).view(torch.int64)) for t in whole.values()])
+    session.detach()
+    return all(row == gathered[0] for row in gathered), losses, phases
+
+
+def test_hsdp_sends_adapters_alone_between_machines():
+    adapters = sum(p.nbytes for p in trained(adapted()).values())
+    for plan, times in (("ddp()", STEPS), ("post_local_sgd(period=3)", STEPS // 3)):
+        for equal, losses, phases in run_workers(_hsdp, 4, (plan,), timeout_s=150):
+            assert equal and losses[3] < losses[0]
+            payload = phases["weights" if laconic.plan(plan).local else "gradient"]
+            assert payload == pytest.approx(times * adapters / 2, rel=0.05)  # of half the shards; buffers come on top
+            assert sum(phases.values()) - payload < CONTROL_BYTES
