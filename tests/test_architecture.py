@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "session": CORE | {"optim"},
     "noise": set(),
     "guard": CORE | {"session", "noise"},
+    "data": {"values", "errors", "session"},
     "algorithms": TRAINING,
     "checkpoint": TRAINING,
     "elastic": TRAINING | {"checkpoint", "atomic_write"},

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 import laconic
+from tests.elastic import read_history
 from tests.elastic.cluster import Cluster, Job
 
 SIX = ("0", "1", "2", "3", "4", "5")
@@ -101,7 +102,7 @@ def restart_killed(cluster: Cluster, again: dict[str, float], rng: random.Random
                 del again[id]
 
 
-def run_chaos(tmp_path, ids, seconds, seed, plan="ddp()", momentum=0.5, hosts=0, conserves=True):
+def run_chaos(tmp_path, ids, seconds, seed, plan="ddp()", momentum=0.5, hosts=0, conserves=True, samples=997):
     logs, folder = tmp_path / "logs", tmp_path / "saved"
     (logs / "tmp").mkdir(parents=True)
     job = Job(
@@ -116,6 +117,7 @@ def run_chaos(tmp_path, ids, seconds, seed, plan="ddp()", momentum=0.5, hosts=0,
         step_s=0.02,
         folder=str(folder),
         save_every=10,
+        samples=samples,
     )
     with Cluster(job):  # the forkserver starts, and opens its files
         pass
@@ -138,6 +140,7 @@ def run_chaos(tmp_path, ids, seconds, seed, plan="ddp()", momentum=0.5, hosts=0,
         history = cluster.history(repeat=schedule.period + getattr(schedule, "delay", 0), conserves=conserves)
         if laconic.plan(plan).codec == laconic.Exact() and not isinstance(schedule, laconic.Streaming):
             cluster.check_finals(*ids, momentum=momentum)
+        assert history.again > 0 and history.lost <= samples_of_a_period(schedule, len(ids))
         steps, slowest = cluster.newest(), check_progress(faults, cluster)
         tried = len({tuple(line["tried"]) for line in cluster.lines() if "tried" in line})
     assert list((logs / "tmp").iterdir()) == []
@@ -150,8 +153,13 @@ def run_chaos(tmp_path, ids, seconds, seed, plan="ddp()", momentum=0.5, hosts=0,
         f"member {faults.sources} and worker 0 {faults.zeros}; {faults.hosts} hosts of the store; {steps} steps "
         f"committed of {tried} tried ({100 * steps / tried:.1f}%), {history.repeated} repeated at most; "
         f"{history.compared} of {len(history.commits)} commits compared with their moves; the longest time without a "
-        f"commit after a fault was {slowest:.1f} s\n"
+        f"commit after a fault was {slowest:.1f} s\n{read_history.samples(history)}\n"
     )
+
+
+def samples_of_a_period(schedule, workers):
+    """What may have been tried after the last commit, by all workers: no later step draws it again."""
+    return (schedule.period + getattr(schedule, "delay", 0)) * 3 * workers
 
 
 def check_progress(faults: Faults, cluster: Cluster) -> float:
