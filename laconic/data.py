@@ -77,6 +77,8 @@ class ElasticSampler(Sampler[int]):
         """Grows when the samples that come next are others: what was read ahead is then of no use."""
         self._orders: dict[int, Tensor] = {}
         """Of the epochs that are read now: the order of their samples."""
+        self.drawn = 0
+        """How many samples `batches` has handed out in this process."""
         self._base, self._base_step = 0, session.step
         """A position, and the session's step at which it was reached."""
         self._meet()
@@ -197,18 +199,20 @@ class _Batches(Iterator[T]):
         except StopIteration:
             self._check(less_than=1)
             self._begin()
-            found = next(self._found, None)  # type: ignore[arg-type]
-            if found is None:
+            try:
+                found = next(self._found)
+            except StopIteration:
                 raise ValueError(
                     f"batches({type(self._loader).__name__}): the loader has no batch. Leave out drop_last."
                 ) from None
         self._taken += self._size
+        s.drawn += self._size
         return found
 
     def _begin(self) -> None:
-        """Start the loader, at the sampler's position."""
-        self._version, self._first, self._taken = self._sampler._version, self._sampler._session.step, 0
+        """Start the loader, at the sampler's position. torchdata's may load that now."""
         self._found = iter(self._loader)
+        self._version, self._first, self._taken = self._sampler._version, self._sampler._session.step, 0
 
     def _check(self, less_than: int) -> None:
         """Refuse to go on unless all samples that were taken have been used, but for fewer than `less_than`."""

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"values", "errors", "session"},
     "algorithms": TRAINING,
     "checkpoint": TRAINING,
-    "elastic": TRAINING | {"checkpoint", "atomic_write"},
+    "elastic": TRAINING | {"data", "checkpoint", "atomic_write"},
     "integrations": TRAINING | {"checkpoint", "elastic"},
     "tools": TRAINING | {"atomic_write", "elastic"},
     "cli": TRAINING | {"atomic_write", "elastic", "tools"},

@@ -147,6 +147,11 @@ class Session:
         return self._live.buffers
 
     @property
+    def kept(self) -> Mapping[str, Stateful]:
+        """What `keep` was given, by name."""
+        return dict(self._kept)
+
+    @property
     def sharded(self) -> bool:
         """Whether the model is sharded, and the workers of this session hold the same shards."""
         return self._live.sharded

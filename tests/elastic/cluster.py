@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -147,7 +147,7 @@ def train(job: Job, log: Any) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         ended = {"step": session.step, "members": list(run.members), "stopped": run.stopped}
-        log(final=model.flat().tolist(), **ended, **held(model, session))
+        log(final=model.flat().tolist(), samples=asdict(run.samples), **ended, **held(model, session))
 
 
 def samples_of(sampler: ElasticSampler) -> Callable[[], dict[str, Any]]:

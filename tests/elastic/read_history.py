@@ -55,6 +55,8 @@ class History:
     applied: int = 0
     again: int = 0
     """How many draws were undone, and their samples applied later."""
+    counted: set[tuple[str, int, int]] = field(default_factory=set)
+    """The keys of `drawn` that were applied."""
     lost: int = 0
     """How many draws were undone, and their samples not applied any more."""
     wrong: list[str] = field(default_factory=list)
@@ -165,7 +167,7 @@ def _check_moves(history: History) -> None:
 
 def _check_samples(history: History) -> None:
     """Put the samples of all commits in a row: it must be one epoch after the other, each sample once in each."""
-    applied: set[tuple[str, int, int]] = set()
+    applied = history.counted
     stream: list[int] = []
     position = {0: 0}
     for step, (since, workers) in sorted(history.commits.items()):

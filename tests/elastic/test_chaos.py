@@ -15,6 +15,7 @@ import pytest
 import laconic
 from tests.elastic import read_history
 from tests.elastic.cluster import Cluster, Job
+from tests.elastic.test_samples import check_ledgers
 
 SIX = ("0", "1", "2", "3", "4", "5")
 LEAST = 2
@@ -102,7 +103,7 @@ def restart_killed(cluster: Cluster, again: dict[str, float], rng: random.Random
                 del again[id]
 
 
-def run_chaos(tmp_path, ids, seconds, seed, plan="ddp()", momentum=0.5, hosts=0, conserves=True, samples=997):
+def run_chaos(tmp_path, ids, seconds, seed, plan="ddp()", momentum=0.5, hosts=0, conserves=True, samples=97):
     logs, folder = tmp_path / "logs", tmp_path / "saved"
     (logs / "tmp").mkdir(parents=True)
     job = Job(
@@ -140,6 +141,7 @@ def run_chaos(tmp_path, ids, seconds, seed, plan="ddp()", momentum=0.5, hosts=0,
         history = cluster.history(repeat=schedule.period + getattr(schedule, "delay", 0), conserves=conserves)
         if laconic.plan(plan).codec == laconic.Exact() and not isinstance(schedule, laconic.Streaming):
             cluster.check_finals(*ids, momentum=momentum)
+        assert check_ledgers(cluster, history) == len(ids)
         assert history.again > 0 and history.lost <= samples_of_a_period(schedule, len(ids))
         steps, slowest = cluster.newest(), check_progress(faults, cluster)
         tried = len({tuple(line["tried"]) for line in cluster.lines() if "tried" in line})

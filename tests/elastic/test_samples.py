@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 from typing import Any
 
 from tests.elastic import read_history
@@ -29,7 +30,25 @@ def test_each_sample_of_an_epoch_is_applied_once(tmp_path):
         history = cluster.history(repeat=1)
     assert history.applied > 4 * 41
     assert sum(map(len, history.drawn.values())) == history.applied + history.again + history.lost
+    assert check_ledgers(cluster, history) == 3
     assert history.lost == 0
+
+
+def check_ledgers(cluster: Cluster, history: read_history.History) -> int:
+    """Compare the ledger of each process that has ended in order with its log; return how many there were."""
+    checked = 0
+    for path in Path(cluster.job.logs).glob("*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        if "final" not in lines[-1]:
+            continue
+        ledger = lines[-1]["samples"]
+        tried = [((path.stem.split("-")[0], *line["tried"]), len(line["drew"])) for line in lines if "tried" in line]
+        applied = sum(count for key, count in tried if key in history.counted)
+        assert ledger["drawn"] == sum(count for _, count in tried)
+        assert ledger["drawn"] == ledger["applied"] + ledger["repeated"] + ledger["lost"], "no draw is undecided"
+        assert ledger["applied"] <= applied <= ledger["applied"] + ledger["lost"]
+        checked += 1
+    return checked
 
 
 def write(folder: Any, **logs: list[tuple[Any, ...]]) -> read_history.History:
@@ -37,7 +56,7 @@ def write(folder: Any, **logs: list[tuple[Any, ...]]) -> read_history.History:
     for id, lines in logs.items():
         text = []
         for first, second, third in lines:
-            same = {"state": [0.0], "shared": "x"}
+            same: dict[str, Any] = {"state": [0.0], "shared": "x"}
             if isinstance(third, str):
                 text.append({"commit": [first, second, list(third)], **same})
             else:

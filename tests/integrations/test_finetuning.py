@@ -213,7 +213,7 @@ def _hsdp(worker: int, plan: str) -> tuple[bool, list[float], dict[str, int]]:
     session = laconic.attach(plan, model, optimizer)
     losses = train(worker, model, optimizer, range(STEPS))
     phases = sent(session)
-    whole = {name: p.full_tensor() for name, p in trained(model).items()}
+    whole: dict[str, Any] = {name: p.full_tensor() for name, p in dict[str, Any](trained(model)).items()}
     gathered = session.gather([int(t.sum(dtype=torch.float64).view(torch.int64)) for t in whole.values()])
     session.detach()
     return all(row == gathered[0] for row in gathered), losses, phases
