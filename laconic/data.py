@@ -66,6 +66,8 @@ class ElasticSampler(Sampler[int]):
                 f"ElasticSampler({size!r}, session, batch={batch!r}): the size of the dataset and the samples of a "
                 "step must be whole numbers of at least 1."
             )
+        if not is_whole(seed, 0) or seed >= 2**62:  # plus the epoch it must be a seed of torch's
+            raise ValueError(f"ElasticSampler(seed={seed!r}): the seed must be a whole number from 0 to 2**62 - 1.")
         if session.sharded:
             raise ValueError(
                 "ElasticSampler: the model is sharded, and its session knows the workers that hold the same shards, "

@@ -130,6 +130,8 @@ def test_mistakes():
     for size, batch in ((0, 1), (5, 0), (5, 1.5)):
         with pytest.raises(ValueError, match="must be whole numbers of at least 1"):
             ElasticSampler(size, Alone(0, (1,)), batch=batch)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"ElasticSampler\(seed=-1\): the seed must be a whole number from 0"):
+        ElasticSampler(5, Alone(0, (1,)), batch=1, seed=-1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Use torch's DistributedSampler"):
         ElasticSampler(5, Alone(0, (1,), sharded=True), batch=1)  # type: ignore[arg-type]
     [(_, sampler)] = deal((4,))

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 import pytest
 
 import laconic
+from laconic.cost import facts_of
 from tests.elastic import read_history
 from tests.elastic.cluster import Cluster, Job
+from tests.elastic.replay import Line
 from tests.elastic.test_samples import check_ledgers
 
 SIX = ("0", "1", "2", "3", "4", "5")
@@ -137,7 +139,8 @@ def run_chaos(tmp_path, ids, seconds, seed, plan="ddp()", momentum=0.5, hosts=0,
         assert {process.exitcode for process in cluster.started} == expected, cluster.tail()
         assert {line["error"] for line in cluster.errors().values()} <= {"StoreLostError"}, cluster.tail()
         assert set(cluster.finals()) == set(ids) and faults.hosts == hosts
-        schedule = laconic.plan(plan).schedule
+        # What a target of bytes becomes: workers attach alone.
+        schedule = laconic.plan(plan).resolved(facts_of(Line(1.0), 1, optimizers=("sgd",))).schedule
         history = cluster.history(repeat=schedule.period + getattr(schedule, "delay", 0), conserves=conserves)
         if laconic.plan(plan).codec == laconic.Exact() and not isinstance(schedule, laconic.Streaming):
             cluster.check_finals(*ids, momentum=momentum)
