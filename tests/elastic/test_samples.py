@@ -39,7 +39,7 @@ def check_ledgers(cluster: Cluster, history: read_history.History) -> int:
     checked = 0
     for path in Path(cluster.job.logs).glob("*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        if "final" not in lines[-1]:
+        if not lines or "final" not in lines[-1]:  # killed
             continue
         ledger = lines[-1]["samples"]
         tried = [((path.stem.split("-")[0], *line["tried"]), len(line["drew"])) for line in lines if "tried" in line]
