@@ -8,8 +8,9 @@
 All workers read one stream: a permutation of the dataset, then another, without end. A step of the session uses the
 next samples of the stream, `batch` of them on each worker, in the order of the workers:
 
-    stream   | 17 4 8 | 0 11 3 | 9 1 2 | 6 ...
-    step     |  worker 0, 1, 2 | worker 0, 1 ...          the third worker is lost after the first step
+    stream    17  4 |  8  0 | 11  3 |  9  1 |  2  6 | ...
+    step 1      0   |   1   |   2   |                       three workers, with batch=2
+    step 2                          |   0   |   1   |       worker 2 was lost
 
 So one number says what was used by all: the position in the stream. It follows the session's steps: samples that a
 DataLoader has read ahead are not used yet. It is part of `session.state_dict()`, and the same on all workers.
@@ -99,8 +100,7 @@ class ElasticSampler(Sampler[int]):
         return self.position // self.size
 
     def __len__(self) -> int:
-        """Return how many samples this worker has until the end of the epoch."""
-        self._refresh()
+        """Return how many samples this worker has until the end of the epoch. Sends nothing."""
         left = self.size - self.position % self.size
         return -(-left // self._step_size) * self.batch
 
