@@ -145,7 +145,8 @@ def run_chaos(tmp_path, ids, seconds, seed, plan="ddp()", momentum=0.5, hosts=0,
         if laconic.plan(plan).codec == laconic.Exact() and not isinstance(schedule, laconic.Streaming):
             cluster.check_finals(*ids, momentum=momentum)
         assert check_ledgers(cluster, history) == len(ids)
-        assert history.again > 0 and history.lost <= samples_of_a_period(schedule, len(ids))
+        assert history.again > 0 or seconds < 30, "a fault undoes the step in which it comes"
+        assert history.lost <= samples_of_a_period(schedule, len(ids))
         steps, slowest = cluster.newest(), check_progress(faults, cluster)
         tried = len({tuple(line["tried"]) for line in cluster.lines() if "tried" in line})
     assert list((logs / "tmp").iterdir()) == []
