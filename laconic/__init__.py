@@ -8,7 +8,7 @@ A plan answers four questions: when do workers synchronise (`schedule`), how are
 with the mean (`outer`), and with whom (`topology`). The training loop stays as it is.
 """
 
-from laconic import optim
+from laconic import data, optim
 from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopDCT, TopK
 from laconic.cost import sent_bytes
 from laconic.errors import (
@@ -83,6 +83,7 @@ __all__ = [
     "alone",
     "attach",
     "auto",
+    "data",
     "ddp",
     "demo",
     "diloco",

@@ -25,7 +25,7 @@ from laconic.tools.planner.network import ComputedNetwork, MeasuredNetwork
 from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.planner.probe_data import MACHINE, Probe, ProbeError
 from laconic.tools.planner.quality import STEPS, Kept
-from laconic.tools.planner.shapes import Shapes, from_count, from_file, from_module
+from laconic.tools.planner.shapes import Shapes, adapters, from_count, from_file, from_module
 from laconic.tools.units import BYTES, COUNT, DURATION, human_bytes, parse, rate_text, share
 
 _MODEL, _NETWORK = "The model", "The network"
@@ -50,6 +50,10 @@ def plan(
     ] = None,
     parameters: Annotated[
         str | None, typer.Option(help="Parameters of a transformer, such as 350M.", rich_help_panel=_MODEL)
+    ] = None,
+    trainable: Annotated[
+        str | None,
+        typer.Option(help="Of --parameters, those that are trained, as adapters (LoRA).", rich_help_panel=_MODEL),
     ] = None,
     layers: Annotated[
         int | None,
@@ -100,7 +104,7 @@ def plan(
         )
     limit = None if budget is None else parse(budget, BYTES, "--budget")
     measured = None if probe is None else _probe(probe)
-    found = _shapes(model, parameters, layers, shapes, measured)
+    found = _shapes(model, parameters, trainable, layers, shapes, measured)
     network, count, machine = _network(link, workers, latency, measured)
     codec_s = {} if measured is None else {parse_plan(each.plan): each.seconds for each in measured.codecs}
     for each in plans:
@@ -234,7 +238,12 @@ def _step_s(step: str | None, probe: Probe | None) -> float:
 
 
 def _shapes(
-    model: str | None, parameters: str | None, layers: int | None, shapes: Path | None, probe: Probe | None
+    model: str | None,
+    parameters: str | None,
+    trainable: str | None,
+    layers: int | None,
+    shapes: Path | None,
+    probe: Probe | None,
 ) -> Shapes:
     given = [name for name, value in (("--model", model), ("--parameters", parameters), ("--shapes", shapes)) if value]
     if len(given) > 1:
@@ -245,7 +254,13 @@ def _shapes(
             "or choose fewer layers."
         )
     if parameters is not None:
-        return from_count(round(parse(parameters, COUNT, "--parameters")), layers)
+        whole = from_count(round(parse(parameters, COUNT, "--parameters")), layers)
+        return whole if trainable is None else _adapters(whole, round(parse(trainable, COUNT, "--trainable")))
+    if trainable is not None:
+        raise UsageError(
+            f"--trainable {trainable}: it says how many of --parameters are trained. Add --parameters 8B, the size of "
+            "the whole model. Of --model and --shapes, what is trained is known."
+        )
     if model is not None:
         return from_module(model)
     if shapes is not None:
@@ -253,6 +268,15 @@ def _shapes(
     if probe is not None:
         return Shapes(meta(probe.model.shapes))
     raise UsageError("a model is missing. Give --parameters 350M, --model module:function, --shapes or --probe.")
+
+
+def _adapters(whole: Shapes, trainable: int) -> Shapes:
+    if not 1 <= trainable <= whole.parameters:
+        raise UsageError(
+            f"--trainable {trainable}: it must be from 1 to the {whole.parameters} of --parameters, such as 40M. To "
+            "train all of them, leave it out."
+        )
+    return adapters(whole, trainable)
 
 
 def _spread(probe: Probe | None) -> tuple[float, float]:

@@ -17,6 +17,7 @@ workers join after a synchronisation. Only a torch store must outlive the worker
 
 from laconic.elastic.history import Committed
 from laconic.elastic.run import Run, Step
+from laconic.elastic.samples import Samples
 from laconic.elastic.world import ElasticWorld, join, serve
 from laconic.errors import (
     DamagedStateError,
@@ -36,6 +37,7 @@ __all__ = [
     "QuorumError",
     "ReplacedError",
     "Run",
+    "Samples",
     "Step",
     "StoreLostError",
     "join",

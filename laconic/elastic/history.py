@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from laconic import checkpoint
 from laconic.atomic_write import write_atomically
 from laconic.checkpoint.resizing import without_residuals
 from laconic.checkpoint.state import copy_to_host
+from laconic.session.session import Stateful
 
 logger = logging.getLogger("laconic.elastic")
 
@@ -23,18 +24,6 @@ GENERATION = "generation-"
 LAST = "last"
 KEPT = 2
 """Members of a generation differ by one commit at most, so two snapshots are enough to find a common one."""
-
-
-class Stateful(Protocol):
-    """An object with a state to save and load, such as a model, an optimizer or a scheduler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Restore the state."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,13 @@ from torch.optim import Optimizer
 
 from laconic import DisagreementError, LostWorkerError, Never, Session
 from laconic.elastic.group import connect, leave, regroup
-from laconic.elastic.history import Committed, History, SnapshotStore, Stateful
+from laconic.elastic.history import Committed, History, SnapshotStore
 from laconic.elastic.rendezvous import Member, Membership
+from laconic.elastic.samples import SampleLedger, Samples
 from laconic.elastic.state_transfer import transfer
 from laconic.elastic.world import ElasticWorld
 from laconic.errors import ElasticError, EndedError, ReplacedError, StoreLostError
+from laconic.session.session import Stateful
 from laconic.values import is_whole
 
 logger = logging.getLogger("laconic.elastic")
@@ -156,6 +158,7 @@ class Run:
         store = None if folder is None else SnapshotStore(Path(folder), world.id)
         self._history = History(objects_of(session, model, optimizer, also), store, on_commit)
         self._commits = CommitClock(session, every)
+        self._samples = SampleLedger(session)
         self._membership: Membership | None = None
         self._known: set[str] = set()
         """The ids of all members so far."""
@@ -189,6 +192,11 @@ class Run:
     def members(self) -> tuple[str, ...]:
         """The ids of the workers, in the order of their ranks."""
         return () if self._membership is None else tuple(each.id for each in self._membership.members)
+
+    @property
+    def samples(self) -> Samples:
+        """What became of the samples that this worker drew with a `laconic.data.ElasticSampler`."""
+        return self._samples.now
 
     @property
     def generation(self) -> int:
@@ -281,6 +289,7 @@ class Run:
         # 1. Copy the state to host memory. It does not count yet.
         step = self.session.step
         self._history.take(step, self.members)
+        self._samples.took(step)
         # 2. Gather four numbers of each worker: one that has all of them knows that the others hold the snapshot.
         rows = self.session.gather([step, self._stop, monitor.join_requested, monitor.error is not None])
         steps, stops, joins, failures = zip(*rows, strict=True)
@@ -291,6 +300,7 @@ class Run:
             )
         # 3. It counts. All workers have the same rows, so they decide the same.
         self._history.commit(self._save_every)
+        self._samples.committed(step)
         self.stopped = any(stops)
         return not self.stopped and any(joins + failures)
 
@@ -337,6 +347,8 @@ class Run:
         """End the loop on this worker alone, with its newest snapshot."""
         self._leave_group()
         self._history.rewind()
+        newest = self._history.newest
+        self._samples.resumed(newest.step if newest.by is None else None)
         self.stopped = True
 
     def _end_with_others(self) -> None:
@@ -348,6 +360,7 @@ class Run:
                 "result. For a run of its own, join with another run= or store."
             )
         history.resume(history.newest, history.generation)
+        self._samples.resumed(history.newest.step)
         self._ended = True
 
     def _form_group(self, membership: Membership) -> bool:
@@ -377,6 +390,7 @@ class Run:
             # 2. The state of the last commit: this worker's own, or that of the member that sends it.
             snapshot = transfer(membership, self.worker, self._history, group, world.timeout_s, check)
         self._history.resume(snapshot, membership.generation, save=self._save_every is not None)
+        self._samples.resumed(snapshot.step)
         self._commits.reset()
         # 3. Once all hold it, older generations may not continue.
         world.barrier("resumed", membership)

@@ -141,8 +141,12 @@ class LiveModel:
         self._unknown = unknown
 
     def everything(self) -> dict[str, Tensor]:
-        """Return all parameters, also those that are not trained, and all buffers."""
-        return {name: local_of(p) for name, p in _by_name(self.model.named_parameters()).items()} | self.all_buffers
+        """Return all parameters, also those that are not trained, and all buffers.
+
+        Of a tensor subclass, such as torchao's quantised weights, the dense tensors of which it is made.
+        """
+        parts = [parts_of(name, local_of(p)) for name, p in _by_name(self.model.named_parameters()).items()]
+        return {name: t for each in parts for name, t in each.items()} | self.all_buffers
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the gradient of each parameter, in an order that all workers share."""
@@ -391,6 +395,14 @@ def local_of(t: Tensor) -> Tensor:
     sharding = sys.modules.get("torch.distributed.tensor")  # slow to import; loaded wherever a DTensor exists
     local = (t.to_local() if sharding is not None and isinstance(t, sharding.DTensor) else t).detach()
     return torch.view_as_real(local) if local.is_complex() else local
+
+
+def parts_of(name: str, t: Tensor) -> dict[str, Tensor]:
+    """Return the dense tensors of which a tensor subclass is made, as its class names them; else the tensor itself."""
+    if not hasattr(t, "__tensor_flatten__"):
+        return {name: t}
+    found = [parts_of(f"{name}.{part}", getattr(t, part)) for part in t.__tensor_flatten__()[0]]
+    return {name: dense for parts in found for name, dense in parts.items()}
 
 
 def _address(t: Tensor) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,18 @@ from laconic.session.observers import StepObserver, Validation
 from laconic.session.scaling import Arguments, Clipping, ScaledSteps, run_when_ready
 from laconic.session.stop import StepHeaders
 from laconic.session.weights import Commit, WeightSync, check_choices
+
+
+class Stateful(Protocol):
+    """An object whose state can be saved, such as a sampler or a scheduler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any:
+        """Restore it."""
+        ...
 
 
 class Session:
@@ -84,6 +96,9 @@ class Session:
         """Whether its gradients were not finite, so that no optimizer may step any more; 1.0 or 0.0 if known late."""
         self._first = True
         """Whether this session has seen no step yet."""
+        self._kept: dict[str, Stateful] = {}
+        self._unclaimed: dict[str, Any] = {}
+        """States that were loaded, of objects that `keep` has yet to be given."""
         self._removals: list[Callable[[], None]] = []
         self._reported = Reported()
         self._observers: list[StepObserver] = [self._reported]
@@ -99,6 +114,11 @@ class Session:
     def workers(self) -> int:
         """How many workers there are."""
         return self._levels.world.workers
+
+    @property
+    def worker(self) -> int:
+        """Which of them this worker is, from 0."""
+        return self._levels.world.peers.rank
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -126,6 +146,11 @@ class Session:
         """The floating-point buffers by name."""
         self._live.refresh()
         return self._live.buffers
+
+    @property
+    def kept(self) -> Mapping[str, Stateful]:
+        """What `keep` was given, by name."""
+        return dict(self._kept)
 
     @property
     def sharded(self) -> bool:
@@ -310,9 +335,23 @@ class Session:
         while self._observers:
             self._observers.pop(0).detached(self)
 
+    def keep(self, name: str, thing: Stateful) -> None:
+        """Make the state of `thing` a part of the session's, under this name: each worker saves and loads its own.
+
+        If a state of this name was loaded before, `thing` gets it now.
+        """
+        if name in self._kept:
+            raise ValueError(
+                f"keep({name!r}, ...): the session keeps another object of this name. Choose another name."
+            )
+        self._kept[name] = thing
+        if name in self._unclaimed:
+            thing.load_state_dict(self._unclaimed.pop(name))
+
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker must save besides model and optimizer. Each worker saves its own."""
         weights = self._weights.state_dict()  # first: fragments in flight still change residuals
+        kept = self._unclaimed | {name: each.state_dict() for name, each in self._kept.items()}
         return {
             "plan": repr(self.plan),
             "step": self.step,
@@ -323,6 +362,7 @@ class Session:
             **weights,
             **({} if self.given is self.plan else {"given": repr(self.given)}),
             **({} if self._counts is None else {"counted": self._counts.state_dict()}),
+            **({"kept": kept} if kept else {}),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -343,6 +383,13 @@ class Session:
                 "this state is of a run whose workers weigh by what they count, and this session does not weigh them: "
                 "the run would go on with other means. Attach with weighted=True, and call session.weigh(n)."
             )
+        kept = saved.get("kept", {})
+        if missing := self._kept.keys() - kept.keys():
+            raise ValueError(
+                f"load_state_dict: this state was saved without {', '.join(map(repr, sorted(missing)))}, which the "
+                "session keeps. Load it first, and call session.keep (or make the sampler) afterwards: it then starts "
+                "from its own state."
+            )
         self.step = saved["step"]
         if self._counts is not None:  # of a run that had plain means there is nothing: it goes on with weighted ones
             self._counts.load_state_dict(saved.get("counted", Counts().state_dict()))
@@ -350,6 +397,9 @@ class Session:
         self._live.load_state_dict(saved)
         self._path.repeat_layout(saved["layout"])
         self._weights.load_state_dict(saved)
+        for name, each in self._kept.items():
+            each.load_state_dict(kept[name])
+        self._unclaimed = {name: state for name, state in kept.items() if name not in self._kept}
         self._headers.stop.restart()
         self._restart()
 

@@ -94,6 +94,9 @@ def test_what_a_probe_has_not_measured_is_said(here, tmp_path):
         ([*BASE, "--budget", "much"], "--budget much: write an amount"),
         ([*BASE, "--layers", "0"], "--layers 0"),
         ([*BASE, "--layers", "400000000"], "--layers 400000000: it divides --parameters, and must be from 1 to 10000"),
+        ([*BASE, "--trainable", "40M"], "--trainable 40000000: it must be from 1 to the 30846720 of --parameters"),
+        ([*BASE, "--trainable", "0"], "--trainable 0: write"),
+        ([*BASE[:1], *BASE[3:], "--trainable", "4M"], "--trainable 4M: it says how many of --parameters are trained"),
         ([*MODEL, "--workers", "0", "--link", "1gbit", "--step", "1s"], "--workers 0: there must be at least 1"),
         ([*BASE, "--plan", "post_local_sgd(period=4, group=3)"], "asks for groups of 3, and 4 workers cannot be"),
         ([*BASE, "--plan", "auto"], "--plan auto: it measures a training and then chooses"),
@@ -108,6 +111,14 @@ def test_mistakes(here, arguments, words):
     ended = here(*arguments)
     assert (ended.code, ended.out) == (2, "")
     assert words in " ".join(ended.err.split())
+
+
+def test_adapters_that_need_no_compression(here):
+    options = ["--workers", "4", "--link", "1gbit", "--step", "4s"]
+    ended = here("plan", "--parameters", "8B", "--trainable", "40M", *options)
+    assert ended.code == 0 and "Do not compress" in ended.out and "40,000,000 parameters" in ended.out
+    options[-3:] = ["100mbit", "--step", "4s"]
+    assert "Use quantized_ddp(bits=4)" in here("plan", "--parameters", "8B", "--trainable", "40M", *options).out
 
 
 def test_one_parameter_is_a_model(here):

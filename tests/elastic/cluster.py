@@ -14,8 +14,10 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch
 import laconic
 from laconic import elastic
 from laconic.codecs.feedback import residuals_by_name
+from laconic.data import ElasticSampler
 from tests.elastic import read_history
 from tests.elastic.replay import LR, SHAPES, Line, gradient, optimizer_of, replay
 from tests.namespaces import move_to
@@ -54,6 +57,8 @@ class Job:
     momentum: float = 0.5
     weighted: bool = False
     """Whether means are weighted; all workers count the same, so the replay is that of plain means."""
+    samples: int = 0
+    """The size of the dataset that an `ElasticSampler` deals, if any."""
     host: str | None = None
     """The network namespace of this worker."""
     store: tuple[str | None, str] = (None, "127.0.0.1")
@@ -109,6 +114,9 @@ def train(job: Job, log: Any) -> None:
     session = laconic.attach(laconic.plan(job.plan), model, optimizer, timeout_s=job.timeout_s, weighted=job.weighted)
 
     generation = 0
+    draws: Callable[[], dict[str, Any]] = dict
+    if job.samples:
+        draws = samples_of(ElasticSampler(job.samples, session, batch=1 + int(job.id) % 3))
 
     def committed(commit: elastic.Committed) -> None:
         log(commit=[commit.since, commit.step, list(commit.workers)], **held(model, session))
@@ -130,7 +138,7 @@ def train(job: Job, log: Any) -> None:
                 grad = gradient(step.number, step.worker, step.workers)
                 began = held(model, session) if run.generation != generation else {}
                 generation = run.generation
-                log(tried=[generation, step.number], moves=sums(-LR * grad), **began)
+                log(tried=[generation, step.number], moves=sums(-LR * grad), **began, **draws())
                 die(step.number, phase=0)
                 if step.number == job.stop_at or job.end.exists():
                     run.stop()
@@ -143,7 +151,30 @@ def train(job: Job, log: Any) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         ended = {"step": session.step, "members": list(run.members), "stopped": run.stopped}
-        log(final=model.flat().tolist(), **ended, **held(model, session))
+        log(final=model.flat().tolist(), samples=asdict(run.samples), **ended, **held(model, session))
+
+
+def samples_of(sampler: ElasticSampler) -> Callable[[], dict[str, Any]]:
+    """Return what draws the samples of a step, for its line in the log."""
+    reader = sampler.batches(ReadsAhead(sampler))
+    return lambda: {"drew": next(reader), "of": sampler.size}
+
+
+class ReadsAhead:
+    """A loader that draws three batches more than it has handed out."""
+
+    batch_size = None
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices, waiting = iter(self.sampler), deque[list[int]]()
+        while batch := list(islice(indices, self.sampler.batch)):
+            waiting.append(batch)
+            if len(waiting) > 3:
+                yield waiting.popleft()
+        yield from waiting
 
 
 def sums(flat: torch.Tensor) -> list[float]:

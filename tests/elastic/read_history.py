@@ -7,6 +7,10 @@ Each worker process has a file of JSON lines, in the order in which things happe
     {"tried": [generation, step], "moves": [...], "state": [...], "shared": "..."}    a step begins
     {"commit": [since, step, workers], "state": [...], "shared": "..."}               it is committed
 
+A `tried` line may have `"drew": [...], "of": size`: the samples of the step, and the size of the dataset. Each of these
+draws has one fate: it was applied, by the commit of its step; or that try was undone, and the sample was applied later
+(repeated), or not before the end of the log (lost).
+
 `moves` is what the worker's own gradient does to the weights, `state` its weights, less its residuals, as they are once
 all that is in flight has taken effect. Both are a few sums of many numbers. A `tried` line has a state where a
 generation begins. `shared` is a digest of what all workers hold alike.
@@ -42,6 +46,19 @@ class History:
     """The most steps that had to be repeated when a generation began."""
     compared: int = 0
     """How many commits moved the mean state by the mean of all moves."""
+    drawn: dict[tuple[str, int, int], list[int]] = field(default_factory=dict)
+    """Of each worker, generation and step: the samples that were drawn."""
+    made_in: dict[int, set[int]] = field(default_factory=dict)
+    """Of each committed step: the generations in which workers that report it had tried it."""
+    size: int = 0
+    """The samples of the dataset; 0 if none were drawn."""
+    applied: int = 0
+    again: int = 0
+    """How many draws were undone, and their samples applied later."""
+    counted: set[tuple[str, int, int]] = field(default_factory=set)
+    """The keys of `drawn` that were applied."""
+    lost: int = 0
+    """How many draws were undone, and their samples not applied any more."""
     wrong: list[str] = field(default_factory=list)
 
 
@@ -58,6 +75,8 @@ def check(folder: Path, *, least: int = 1, repeat: float = math.inf, conserves: 
     _check_repeats(history, repeat)
     if conserves:
         _check_moves(history)
+    if history.drawn:
+        _check_samples(history)
     return history
 
 
@@ -87,6 +106,10 @@ def _read(history: History, id: str, name: str, lines: Sequence[dict[str, Any]])
                 history.shared.setdefault(step - 1, set()).add(line["shared"])
             history.generations.setdefault(now, set()).add(step)
             moves[step] = line["moves"]
+            if "drew" in line:
+                if history.drawn.setdefault((id, now, step), line["drew"]) is not line["drew"]:
+                    history.wrong.append(f"{name}: step {step} drew twice in generation {now}")
+                history.size = line["of"]
         elif "commit" in line:
             since, step, workers = line["commit"]
             if step <= last:
@@ -100,6 +123,8 @@ def _read(history: History, id: str, name: str, lines: Sequence[dict[str, Any]])
                 total = [math.fsum(column) for column in zip(*(moves[each] for each in steps), strict=True)]
                 history.moved.setdefault(step, {})[id] = states[since], line["state"], total
             states[step] = line["state"]
+            if step in moves:
+                history.made_in.setdefault(step, set()).add(generation)
 
 
 def _check_chain(history: History, least: int) -> None:
@@ -140,8 +165,46 @@ def _check_moves(history: History) -> None:
                 history.wrong.append(f"commit {step} moved by {after - before!r}, and its workers by {moves!r}")
 
 
+def _check_samples(history: History) -> None:
+    """Put the samples of all commits in a row: it must be one epoch after the other, each sample once in each."""
+    applied = history.counted
+    stream: list[int] = []
+    position = {0: 0}
+    for step, (since, workers) in sorted(history.commits.items()):
+        tried = {now for id, now, which in history.drawn if which == step and id in workers}
+        made_in = history.made_in.get(step) or {max(tried, default=0)}  # reported by processes that were started later
+        if len(made_in) > 1:
+            history.wrong.append(f"commit {step} was made in the generations {sorted(made_in)}")
+        for key in [(id, max(made_in), each) for each in range(since + 1, step + 1) for id in workers]:
+            if key not in history.drawn:
+                history.wrong.append(f"commit {step}: worker {key[0]} drew no samples for step {key[2]}")
+            applied.add(key)
+            stream += history.drawn.get(key, [])
+        position[step] = len(stream)
+    for start in range(0, len(stream), history.size):
+        epoch = stream[start : start + history.size]
+        if len(set(epoch)) < len(epoch):
+            history.wrong.append(f"epoch {start // history.size} has a sample twice")
+    last = {sample: place for place, sample in enumerate(stream)}
+    for key, samples in history.drawn.items():
+        if key in applied:
+            history.applied += len(samples)
+            continue
+        began = position.get(min(history.generations[key[1]]) - 1, 0)
+        repeated = sum(last.get(sample, -1) >= began for sample in samples)
+        history.again += repeated
+        history.lost += len(samples) - repeated
+
+
 def _mean(rows: Sequence[Sums]) -> Sums:
     return [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+
+def samples(history: History) -> str:
+    """Return the fates of all draws as text."""
+    drawn = sum(map(len, history.drawn.values()))
+    fates = f"{history.applied} applied, {history.again} repeated, {history.lost} lost"
+    return f"{drawn} samples drawn: {fates}; {history.applied / (history.size or 1):.1f} epochs of {history.size}"
 
 
 def main() -> None:
@@ -156,6 +219,7 @@ def main() -> None:
     sys.stdout.write(
         f"{len(found.commits)} commits up to step {max(found.commits, default=0)}, {len(found.generations)} "
         f"generations, {found.repeated} steps repeated at most, {found.compared} commits compared with their moves\n"
+        f"{samples(found)}\n"
     )
     sys.stdout.writelines(f"{line}\n" for line in found.wrong[:50])
     sys.exit(bool(found.wrong))

@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 import pytest
 
 import laconic
+from laconic.cost import facts_of
+from tests.elastic import read_history
 from tests.elastic.cluster import Cluster, Job
+from tests.elastic.replay import Line
+from tests.elastic.test_samples import check_ledgers
 
 SIX = ("0", "1", "2", "3", "4", "5")
 LEAST = 2
@@ -101,7 +105,7 @@ def restart_killed(cluster: Cluster, again: dict[str, float], rng: random.Random
                 del again[id]
 
 
-def run_chaos(tmp_path, ids, seconds, seed, plan="ddp()", momentum=0.5, hosts=0, conserves=True):
+def run_chaos(tmp_path, ids, seconds, seed, plan="ddp()", momentum=0.5, hosts=0, conserves=True, samples=97):
     logs, folder = tmp_path / "logs", tmp_path / "saved"
     (logs / "tmp").mkdir(parents=True)
     job = Job(
@@ -116,6 +120,7 @@ def run_chaos(tmp_path, ids, seconds, seed, plan="ddp()", momentum=0.5, hosts=0,
         step_s=0.02,
         folder=str(folder),
         save_every=10,
+        samples=samples,
     )
     with Cluster(job):  # the forkserver starts, and opens its files
         pass
@@ -134,10 +139,14 @@ def run_chaos(tmp_path, ids, seconds, seed, plan="ddp()", momentum=0.5, hosts=0,
         assert {process.exitcode for process in cluster.started} == expected, cluster.tail()
         assert {line["error"] for line in cluster.errors().values()} <= {"StoreLostError"}, cluster.tail()
         assert set(cluster.finals()) == set(ids) and faults.hosts == hosts
-        schedule = laconic.plan(plan).schedule
+        # What a target of bytes becomes: workers attach alone.
+        schedule = laconic.plan(plan).resolved(facts_of(Line(1.0), 1, optimizers=("sgd",))).schedule
         history = cluster.history(repeat=schedule.period + getattr(schedule, "delay", 0), conserves=conserves)
         if laconic.plan(plan).codec == laconic.Exact() and not isinstance(schedule, laconic.Streaming):
             cluster.check_finals(*ids, momentum=momentum)
+        assert check_ledgers(cluster, history) == len(ids)
+        assert history.again > 0 or seconds < 30, "a fault undoes the step in which it comes"
+        assert history.lost <= samples_of_a_period(schedule, len(ids))
         steps, slowest = cluster.newest(), check_progress(faults, cluster)
         tried = len({tuple(line["tried"]) for line in cluster.lines() if "tried" in line})
     assert list((logs / "tmp").iterdir()) == []
@@ -150,8 +159,13 @@ def run_chaos(tmp_path, ids, seconds, seed, plan="ddp()", momentum=0.5, hosts=0,
         f"member {faults.sources} and worker 0 {faults.zeros}; {faults.hosts} hosts of the store; {steps} steps "
         f"committed of {tried} tried ({100 * steps / tried:.1f}%), {history.repeated} repeated at most; "
         f"{history.compared} of {len(history.commits)} commits compared with their moves; the longest time without a "
-        f"commit after a fault was {slowest:.1f} s\n"
+        f"commit after a fault was {slowest:.1f} s\n{read_history.samples(history)}\n"
     )
+
+
+def samples_of_a_period(schedule, workers):
+    """What may have been tried after the last commit, by all workers: no later step draws it again."""
+    return (schedule.period + getattr(schedule, "delay", 0)) * 3 * workers
 
 
 def check_progress(faults: Faults, cluster: Cluster) -> float:

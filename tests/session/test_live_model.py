@@ -337,6 +337,47 @@ def _without_hooks(worker: int) -> None:
     _train(model, optimizer, worker, range(1))
 
 
+class Scaled(Tensor):
+    """A weight of integers and scales, as quantisation makes them: it can be detached, and nothing else."""
+
+    whole: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, whole: Tensor, scale: Tensor) -> Scaled:
+        made: Scaled = Tensor._make_wrapper_subclass(cls, whole.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made.whole, made.scale = whole, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["whole", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.ops.aten.detach.default:
+            raise NotImplementedError(function)
+        return Scaled(args[0].whole, args[0].scale)
+
+
+def _frozen_subclass(worker: int) -> None:
+    for odd in ("whole", "scale"):
+        parts = {"whole": torch.arange(12, dtype=torch.int8).view(3, 4), "scale": torch.ones(3, 1)}
+        parts[odd] += worker
+        model = mlp()
+        model.base = nn.Parameter(Scaled(**parts), requires_grad=False)
+        with pytest.raises(laconic.DisagreementError, match=rf"first in base\.{odd}\. Seed"):
+            laconic.attach(laconic.ddp(), model, _sgd(model), sync_initial=False)
+        session = laconic.attach(laconic.ddp(), model, optimizer := _sgd(model), sync_initial=True, verify_every=1)
+        first = {"whole": torch.arange(12, dtype=torch.int8).view(3, 4), "scale": torch.ones(3, 1)}
+        assert all(torch.equal(parts[name], first[name]) for name in parts), "that of worker 0, in place"
+        assert session.ledger.totals(by="op")["broadcast"].payload_bytes == parts[odd].nbytes
+        _train(model, optimizer, worker, range(2))
+
+
+def test_a_frozen_tensor_subclass_is_compared_part_by_part():
+    run_workers(_frozen_subclass, 2)
+
+
 @pytest.mark.parametrize("job", [_attach_twice, _attach_inside_ddp, _attach_before_ddp, _without_hooks])
 def test_refusals(job: Callable[[int], None]):
     run_workers(job, 2)

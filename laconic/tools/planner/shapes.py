@@ -86,6 +86,28 @@ def from_count(parameters: int, layers: int | None = None) -> Shapes:
     return Shapes(made, tuple(group for group in groups if group) if layers else ())
 
 
+def adapters(base: Shapes, trainable: int) -> Shapes:
+    """Make the shapes of adapters on the matrices of a frozen model: of each [m, n], a [rank, n] and an [m, rank].
+
+    Their rank is the largest at which they have at most so many numbers; a vector has what is left.
+
+    >>> made = adapters(from_count(1_000_000, layers=2), trainable=100_000)
+    >>> made.parameters, [tuple(t.shape) for t in made.tensors.values()][:4]
+    (100000, [(15, 204), (612, 15), (15, 204), (204, 15)])
+    """
+    matrices = {name: t.shape for name, t in base.tensors.items() if t.dim() > 1}
+    rank = trainable // max(1, sum(m + n for m, n in matrices.values()))
+    made: dict[str, Sequence[int]] = {}
+    if rank:
+        for name, (m, n) in matrices.items():
+            made |= {f"{name}.A": (rank, n), f"{name}.B": (m, rank)}
+    layers = [[name for name in made if name.rpartition(".")[0] in layer] for layer in base.layers]
+    if rest := trainable - rank * sum(m + n for m, n in matrices.values()):
+        made["rest"] = (rest,)
+        layers[-1:] = [[*each, "rest"] for each in layers[-1:]]
+    return Shapes(meta(made), tuple(tuple(layer) for layer in layers if layer))
+
+
 def from_module(place: str) -> Shapes:
     """Build `module:function()` on the meta device, and take its trained parameters."""
     if not all(place.partition(":")):

@@ -13,7 +13,7 @@ from laconic.tools.planner.forecast import Forecast
 from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.network import ComputedNetwork
 from laconic.tools.planner.predict import Prediction, Scenario
-from laconic.tools.planner.shapes import Shapes, from_count, from_file, from_module
+from laconic.tools.planner.shapes import Shapes, adapters, from_count, from_file, from_module
 
 MODEL = from_count(1_000_000)
 
@@ -109,6 +109,11 @@ def test_ranked_by_the_time_to_the_same_loss():
 def test_shapes(tmp_path):
     assert from_count(12_345, layers=7).parameters == 12_345
     assert len(from_count(12_345, layers=7).layers) == 7
+    base = from_count(100_000, layers=3)
+    for trainable, matrices in ((9_999, 24), (17, 0)):  # 17 are too few for a rank of 1
+        made = adapters(base, trainable)
+        assert made.parameters == trainable and sum(t.dim() > 1 for t in made.tensors.values()) == matrices
+        assert [name for layer in made.layers for name in layer] == list(made.tensors)
     assert from_module("tests.tools.planner.test_predict:_made").parameters == 6
     file = tmp_path / "shapes.json"
     file.write_text(json.dumps({"a": [2, 3], "b": [4]}))
