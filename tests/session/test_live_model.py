@@ -345,7 +345,7 @@ class Scaled(Tensor):
 
     @staticmethod
     def __new__(cls, whole: Tensor, scale: Tensor) -> Scaled:
-        made: Scaled = Tensor._make_wrapper_subclass(cls, whole.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made: Scaled = Tensor._make_wrapper_subclass(cls, whole.shape, dtype=torch.float32)
         made.whole, made.scale = whole, scale
         return made
 
@@ -353,9 +353,9 @@ class Scaled(Tensor):
         return ["whole", "scale"], None
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not torch.ops.aten.detach.default:
-            raise NotImplementedError(function)
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is not torch.ops.aten.detach.default:
+            raise NotImplementedError(func)
         return Scaled(args[0].whole, args[0].scale)
 
 
