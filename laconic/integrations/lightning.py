@@ -81,13 +81,6 @@ class Laconic(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the plan: the model, its optimizers and their state are there by now."""
         scaler = _scaler_of(trainer)
-        if scaler is not None and trainer.gradient_clip_val:
-            raise ValueError(
-                f"Trainer(precision='16-mixed', gradient_clip_val={trainer.gradient_clip_val}) with Laconic: gradients "
-                "are unscaled in the optimizer's step, after Lightning would clip them. Leave out gradient_clip_val, "
-                f"and give Laconic(..., attach=partial(laconic.attach, clip_norm={trainer.gradient_clip_val})). Or use "
-                "precision='bf16-mixed'."
-            )
         saved, self._restored = self._restored, None
         text = repr(self.plan) if saved is None else saved["session"]["plan"]
         plan = self.plan if text == repr(self.plan) else laconic.plan(text)
@@ -108,7 +101,8 @@ class Laconic(Callback):  # type: ignore[misc]
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Average the gradients of a bare module: Lightning clips them next. DDP has done so in backward."""
-        if self.session is not None and _scaler_of(trainer) is None:  # scaled ones are averaged when they are unscaled
+        unscaled = _scaler_of(trainer) is None or not any(group.get("fused") for group in optimizer.param_groups)
+        if self.session is not None and unscaled:  # fused optimizers unscale in their step: average them there
             self.session.average_gradients(optimizer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
