@@ -165,6 +165,24 @@ def test_a_resumed_run_is_the_uninterrupted_one(plan, net, tmp_path):
         assert grown < 2 * states + 20_000
 
 
+def saving(worker: int, folder: str) -> list[str]:
+    as_under_torchrun(worker, 2)
+    said = listen()
+    every = ModelCheckpoint(f"{folder}/every", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    fit(LOCAL, callbacks=[every])
+    fit("ddp()", 1, callbacks=[ModelCheckpoint(f"{folder}/once")])
+    return said
+
+
+def test_checkpoints_that_send_more_than_training_are_named_once(tmp_path):
+    first, second = run_workers(saving, 2, args=(str(tmp_path),), timeout_s=150)
+    lines = [line for line in second if "to save checkpoints" in line]
+    assert len(lines) == 1 and not any("to save checkpoints" in line for line in first)
+    assert re.fullmatch(
+        r"worker 1 has sent [\d,]+ bytes to save checkpoints, and [\d,]+ to train: .* Save less often: .*", lines[0]
+    )
+
+
 class Watch(pl.Callback):  # type: ignore[misc]
     """Calls a function with the session when an epoch starts. It comes after `Laconic` in the list."""
 
