@@ -33,14 +33,14 @@ def _attach(worker: int, text: str, vectors: bool) -> list[str]:
         (
             "power_sgd(rank=32)",
             False,
-            "power_sgd(rank=32, bits=4) sends nothing of this model in rank 32: the largest matrix, 48 x 64, would not get 2 times "
-            "smaller. All is sent as vectors and small tensors are. Take a smaller rank, or quantized_ddp()",
+            "power_sgd(rank=32, bits=4) sends nothing of this model in rank 32: the largest matrix, 48 x 64, would not "
+            "get 2 times smaller. All is sent as vectors and small tensors are. Take a smaller rank, or quantized",
         ),
         ("power_sgd(rank=4)", True, "in rank 4: it has no matrix"),
         ("power_sgd(rank=4)", False, None),
         ("quantized_ddp()", True, None),
         ("post_local_sgd(group=2)", False, "a group (2) is all 2 workers, which average exactly at every step"),
-        ("hierarchical_sgd(groups={2: 4})", False, None),
+        ("hierarchical_sgd(groups={2: 2})", False, None),
     ],
 )
 def test_less_than_the_name_says(text, vectors, expected):
