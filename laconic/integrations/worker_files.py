@@ -116,13 +116,14 @@ def _tensors(session: Session) -> dict[str, Tensor]:
 
 def _read(folder: Path, name: str, resize: Resize | None, resizing: str) -> dict[str, Any]:
     worker, workers = resolve_worker(None, None)
-    path = folder / file_name(worker, name)
-    saved_by = len(list(folder.glob(f"{name}_*.safetensors")))
-    if not saved_by:
-        raise CheckpointError(f"{folder} has no {path.name}: it was saved without laconic, or under another name.")
-    state = _read_worker(folder, worker, name) if path.exists() else None
-    saved_by = saved_by if state is None else state["workers"]
-    if saved_by == workers and state is not None:
+    assert workers is not None  # it was asked for without one
+    files = len(list(folder.glob(f"{name}_*.safetensors")))
+    if not files:
+        missing = file_name(worker, name)
+        raise CheckpointError(f"{folder} has no {missing}: it was saved without laconic, or under another name.")
+    state = _read_worker(folder, worker, name) if (folder / file_name(worker, name)).exists() else None
+    saved_by: int = files if state is None else state["workers"]
+    if state is not None and saved_by == workers:
         return state
     if resize is None:
         divide = f", or divide what they have not sent yet among those that are there: {resizing}" if resizing else ""
