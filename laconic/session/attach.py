@@ -173,7 +173,7 @@ def attach(
         warn_of_learning_rates(known.world, optimizers)
         warn_of_momentum(plan, optimizers)
         known.prepare(plan.levels)
-        if known.world.peers.rank == 0:
+        if known.world.workers > 1 and known.world.peers.rank == 0:
             warn_of_doing_less(plan, live, known)
         path: GradientPath
         if units:
@@ -353,7 +353,7 @@ def warn_of_doing_less(plan: Plan, live: LiveModel, levels: Levels) -> None:
         )
     inner = plan.topology.inner
     size, workers = 0 if inner is None else levels[inner].workers, levels.world.workers
-    if workers > 1 and size in (1, workers):
+    if size in (1, workers):
         reason = (
             "is one worker, so nothing is averaged inside groups"
             if size == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -139,7 +140,7 @@ def _save_or_resize(worker: int, folder: str, text: str, resize: worker_files.Re
         with pytest.raises(CheckpointError, match=match):
             worker_files.load(folder, session, "leave it", resizing="this")
         worker_files.restore_own(session, worker_files.load(folder, session, "leave it", resize=resize))
-        found = session.state_dict()["state"], weights(model), session.step
+        found = deepcopy(session.state_dict()["state"]), weights(model), session.step
         _train(session, model, worker)  # and they go on together
         return found
 
