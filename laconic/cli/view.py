@@ -18,7 +18,7 @@ from rich.table import Table
 from laconic.cli.results import closing_table
 from laconic.cli.tables import PLAIN_WIDTH, PipedConsole
 from laconic.plans.methods import alone, ddp
-from laconic.tools.compare.judging import kept, kept_fraction
+from laconic.tools.compare.judging import kept, kept_beside
 from laconic.tools.compare.records import Outcome, Report
 from laconic.tools.compare.report.sentence import headline
 from laconic.tools.compare.runs import Goal, TrainingRun
@@ -178,12 +178,12 @@ class Validated:
 
 
 def kept_so_far(report: Report, ended: Sequence[Outcome]) -> float | None:
-    """What a run keeps at this step; None if there is nothing to compare it with."""
+    """What a run keeps at this step; None if there is nothing to compare it with, or mere noise."""
     if report.validation is None:
         return None
     found = {each.plan: {point.step: point.loss for point in each.validations} for each in ended}
     floor, top = (found.get(plan, {}).get(report.step) for plan in (alone(), ddp()))
-    return None if floor is None or top is None else kept_fraction(floor, report.validation, top)
+    return None if floor is None or top is None else kept_beside(ended, floor, report.validation, top)
 
 
 def cells(goal: Goal, report: Report, kept: float | None = None, guarded: bool = False) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from laconic.kernels.cpu import dense_feedback
 from laconic.packing import narrowed, wide_dtype
 from laconic.torch_private.foreach import multiply_all
 from laconic.values import as_code, is_number
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, repr=False)
@@ -182,12 +184,18 @@ def has_feedback(codec: object) -> bool:
 
 def contains(codec: object, kind: type) -> bool:
     """Return whether a codec is of this kind, or contains one that is."""
+    return next(codecs_of(codec, kind), None) is not None
+
+
+def codecs_of(codec: object, kind: type[T]) -> Iterator[T]:
+    """Yield the codecs of this kind in a codec: itself, or what it wraps and routes to."""
     if isinstance(codec, kind):
-        return True
+        yield codec
     parts = [getattr(codec, f.name) for f in fields(codec)] if is_dataclass(codec) else []
     if isinstance(codec, Mapping):  # of `ByName`
         parts = list(codec.values())
-    return any(contains(part, kind) for part in parts)
+    for part in parts:
+        yield from codecs_of(part, kind)
 
 
 def _with_residual(t: Tensor, residual: Tensor | None, decay: float) -> Tensor:

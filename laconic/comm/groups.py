@@ -6,8 +6,10 @@ group, or those of groups that the user has already, from a DeviceMesh or as pro
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TypeAlias
@@ -65,6 +67,7 @@ class Levels:
         self._queues: dict[Level, CollectiveQueue] = {None: self.world, self.world.workers: self.world}
         self._shards_group = shards
         self.shards = None if shards is None else self._queue(shards, "shards")
+        _open.add(self)
 
     def _queue(self, group: dist.ProcessGroup | None, name: str) -> CollectiveQueue:
         if isinstance(group, GroupWithQueue):
@@ -131,6 +134,11 @@ class Levels:
         for group in made:
             destroy_group(group)
 
+    def leave(self) -> None:
+        """End the threads of all queues, soon also where one waits for another worker."""
+        for queue in self._all():
+            queue.leave()
+
     def abandon(self) -> None:
         """Leave all queues behind, with their collectives in flight."""
         self._made = []
@@ -180,6 +188,25 @@ class Levels:
             return self._given[size]
         self._made.append(subgroup_of(self._whole, size))
         return self._made[-1]
+
+
+_open: weakref.WeakSet[Levels] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):  # the threads are not in the child
+    os.register_at_fork(after_in_child=_open.clear)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close the levels of sessions that nobody has detached, before the interpreter shuts down.
+
+    A thread of gloo lets go of the tensors of a collective after it has woken who waits for it, on a busy machine much
+    later. In an interpreter that shuts down this aborts the process ("terminate called without an active exception").
+    The last reference to a group ends its threads.
+    """
+    for each in list(_open):
+        with contextlib.suppress(RuntimeError):
+            each.leave()
+            each.close()
 
 
 def subgroup_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:

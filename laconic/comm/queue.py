@@ -309,6 +309,11 @@ class CollectiveQueue:
             self.broken = RuntimeError("this session is detached, and its process group is destroyed. Attach again.")
             destroy_group(made)
 
+    def leave(self) -> None:
+        """End the thread after what is queued, soon also if it waits for another worker."""
+        if self._stop is not None:
+            self._stop()
+
     def abandon(self) -> None:
         """Leave the collectives in flight behind, for peers that cannot answer any more."""
         self._made = None

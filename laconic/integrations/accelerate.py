@@ -26,27 +26,31 @@ _WITHOUT = "call accelerator.load_state before checkpoint(accelerator, session)"
 _names: weakref.WeakKeyDictionary[Accelerator, set[str]] = weakref.WeakKeyDictionary()
 
 
-def checkpoint(accelerator: Accelerator, session: Session, name: str = "laconic") -> None:
+def checkpoint(
+    accelerator: Accelerator, session: Session, name: str = "laconic", *, resize: worker_files.Resize | None = None
+) -> None:
     """Keep each worker's state of a session in the checkpoints of `accelerator.save_state` and `load_state`.
 
     Every worker writes `<name>_<rank>.safetensors` into the folder. Two sessions of one accelerator need two names.
-    It ends with `session.detach()`.
+    It ends with `session.detach()`. `resize` loads what another number of workers has saved: their residuals keep their
+    "sum" or their "mean", as in `laconic.checkpoint.resize`.
     """
+    worker_files.check_resize("checkpoint", resize)
     if name in _names.get(accelerator, ()):
         raise ValueError(
             f"checkpoint(accelerator, session, name={name!r}): another session writes these files. Detach it, or give "
             "each session a name of its own."
         )
     worker_files.check_can_save(session)
-    session.observe(Checkpoints(accelerator, name))
+    session.observe(Checkpoints(accelerator, name, resize))
 
 
 class Checkpoints(StepObserver):
     """Saves and loads one session's state with an accelerator's, as long as the session is attached."""
 
-    def __init__(self, accelerator: Accelerator, name: str) -> None:
+    def __init__(self, accelerator: Accelerator, name: str, resize: worker_files.Resize | None = None) -> None:
         self._accelerator = accelerator
-        self._name = name
+        self._name, self._resize = name, resize
         self._handles: list[RemovableHandle] = []
         self._saving = ExitStack()
 
@@ -60,7 +64,10 @@ class Checkpoints(StepObserver):
                 self._saving.enter_context(session.away(SAVING_S))
 
         def load(models: list[Any], folder: str) -> None:
-            _restore_after_optimizers(session, worker_files.load(folder, session, _WITHOUT, self._name))
+            found = worker_files.load(
+                folder, session, _WITHOUT, self._name, resize=self._resize, resizing='checkpoint(..., resize="sum")'
+            )
+            _restore_after_optimizers(session, found)
 
         _names.setdefault(self._accelerator, set()).add(self._name)
         self._handles = [

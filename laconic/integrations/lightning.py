@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -59,10 +59,9 @@ class Laconic(Callback):  # type: ignore[misc]
         plan: Plan | str,
         *,
         attach: Callable[..., Session] = laconic.attach,
-        resize: Literal["sum", "mean"] | None = None,
+        resize: worker_files.Resize | None = None,
     ) -> None:
-        if resize not in ("sum", "mean", None):
-            raise ValueError(f'Laconic(resize={resize!r}): resize must be "sum", "mean" or None.')
+        worker_files.check_resize("Laconic", resize)
         self.plan = laconic.plan(plan) if isinstance(plan, str) else plan
         self.session: Session | None = None
         self._attach, self._resize = attach, resize
@@ -71,6 +70,7 @@ class Laconic(Callback):  # type: ignore[misc]
         self._last: dict[str, Any] | None = None
         """The state of the session when it was detached, for a checkpoint that is saved after `fit`."""
         self._flag: _SyncFlag | None = None
+        self._said_what_saving_sends = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies that average by other means."""
@@ -81,13 +81,6 @@ class Laconic(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the plan: the model, its optimizers and their state are there by now."""
         scaler = _scaler_of(trainer)
-        if scaler is not None and trainer.gradient_clip_val:
-            raise ValueError(
-                f"Trainer(precision='16-mixed', gradient_clip_val={trainer.gradient_clip_val}) with Laconic: gradients "
-                "are unscaled in the optimizer's step, after Lightning would clip them. Leave out gradient_clip_val, "
-                f"and give Laconic(..., attach=partial(laconic.attach, clip_norm={trainer.gradient_clip_val})). Or use "
-                "precision='bf16-mixed'."
-            )
         saved, self._restored = self._restored, None
         text = repr(self.plan) if saved is None else saved["session"]["plan"]
         plan = self.plan if text == repr(self.plan) else laconic.plan(text)
@@ -108,7 +101,8 @@ class Laconic(Callback):  # type: ignore[misc]
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Average the gradients of a bare module: Lightning clips them next. DDP has done so in backward."""
-        if self.session is not None and _scaler_of(trainer) is None:  # scaled ones are averaged when they are unscaled
+        unscaled = _scaler_of(trainer) is None or not any(group.get("fused") for group in optimizer.param_groups)
+        if self.session is not None and unscaled:  # fused optimizers unscale in their step: average them there
             self.session.average_gradients(optimizer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -139,8 +133,23 @@ class Laconic(Callback):  # type: ignore[misc]
             "scaler": None if scaler is None else scaler.state_dict(),
         }
         states = gather_states(state, self.session.ledger)
+        self._warn_of_bytes(trainer, self.session)
         if states is not None:
             checkpoint[KEY] = {"plan": repr(self.plan), "workers": [_differing(each, states[0]) for each in states]}
+
+    def _warn_of_bytes(self, trainer: Trainer, session: Session) -> None:
+        """Log once that saving sends more than training. Worker 1 does: worker 0 receives, and sends little."""
+        by_phase = session.ledger.totals(by="phase")
+        saving = by_phase["checkpoint"].wire_bytes if "checkpoint" in by_phase else 0
+        training = session.ledger.wire_bytes - saving
+        if trainer.global_rank == 1 and saving > training and not self._said_what_saving_sends:
+            self._said_what_saving_sends = True
+            logger.warning(
+                "worker 1 has sent %s bytes to save checkpoints, and %s to train: a save sends each worker's state to "
+                "worker 0. Save less often: ModelCheckpoint(every_n_epochs=...) or (every_n_train_steps=...).",
+                f"{saving:,}",
+                f"{training:,}",
+            )
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take this worker's state out of the checkpoint."""

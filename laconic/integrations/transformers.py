@@ -35,6 +35,8 @@ class LaconicCallback(TrainerCallback):  # type: ignore[misc]
         trainer: The trainer that gets this callback.
         resume: Whether each worker's state is loaded when training resumes from a checkpoint. With False it starts
             anew, from the model and the optimizer in the checkpoint: residuals of zero, steps that count from 1.
+        resize: Resume from a checkpoint of another number of workers: their residuals are divided among those that are
+            there, and keep their "sum" or their "mean", as in `laconic.checkpoint.resize`. None refuses.
         attach: What attaches the plan, for options: `functools.partial(laconic.attach, clip_norm=1.0)`.
     """
 
@@ -47,12 +49,14 @@ class LaconicCallback(TrainerCallback):  # type: ignore[misc]
         trainer: Trainer,
         *,
         resume: bool = True,
+        resize: worker_files.Resize | None = None,
         attach: Callable[..., Session] = laconic.attach,
     ) -> None:
         _check(trainer)
+        worker_files.check_resize("LaconicCallback", resize)
         self.plan = laconic.plan_from_env() if plan is None else laconic.plan(plan) if isinstance(plan, str) else plan
         self._trainer = trainer
-        self._resume = resume
+        self._resume, self._resize = resume, resize
         self._attach = attach
         self._checkpoint: str | None = None
         self._loss: float | None = None
@@ -80,8 +84,14 @@ class LaconicCallback(TrainerCallback):  # type: ignore[misc]
         try:
             worker_files.check_can_save(session)
             if self._checkpoint is not None and self._resume:
-                without = "use LaconicCallback(..., resume=False)"
-                worker_files.restore_own(session, worker_files.load(self._checkpoint, session, without))
+                saved = worker_files.load(
+                    self._checkpoint,
+                    session,
+                    "use LaconicCallback(..., resume=False)",
+                    resize=self._resize,
+                    resizing='LaconicCallback(..., resize="sum")',
+                )
+                worker_files.restore_own(session, saved)
         except BaseException:
             session.detach()
             raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -20,10 +20,13 @@ from torch.optim import Optimizer
 from laconic import Session
 from laconic.checkpoint.files import read_state, write_state
 from laconic.checkpoint.loading import StrPath
+from laconic.checkpoint.resizing import resize as resize_states
 from laconic.checkpoint.workers import lowest_and_highest, resolve_worker
 from laconic.errors import CheckpointError
 
 FORMAT = "laconic worker 1"
+Resize: TypeAlias = Literal["sum", "mean"]
+"""What residuals keep when another number of workers goes on: see `laconic.checkpoint.resize`."""
 
 
 def file_name(worker: int, name: str = "laconic") -> str:
@@ -58,16 +61,31 @@ def save_own(folder: Path, session: Session, name: str = "laconic") -> None:
     write_state(folder / file_name(worker, name), state)
 
 
-def load(folder: StrPath, session: Session, without: str, name: str = "laconic") -> dict[str, Any]:
+def check_resize(call: str, resize: object) -> None:
+    """Refuse what is none of the ways to divide residuals among another number of workers."""
+    if resize not in ("sum", "mean", None):
+        raise ValueError(f'{call}(resize={resize!r}): resize must be "sum", "mean" or None.')
+
+
+def load(
+    folder: StrPath,
+    session: Session,
+    without: str,
+    name: str = "laconic",
+    *,
+    resize: Resize | None = None,
+    resizing: str = "",
+) -> dict[str, Any]:
     """Read this worker's file, and let the session go on from it. Every worker calls it.
 
     The result has "own" where this worker's weights and moments are not those of worker 0: `restore_own` sets them.
-    `without` tells in errors how to go on without such files.
+    With `resize`, another number of workers may have saved: see `laconic.checkpoint.resize`. `without` and `resizing`
+    tell in errors how to go on without such files, and among other workers.
     """
 
     def read() -> dict[str, Any]:
         try:
-            return _read(Path(folder), name)
+            return _read(Path(folder), name, resize, resizing)
         except (OSError, CheckpointError) as error:
             way_out = f"To go on from the model and the optimizer alone, with residuals of zero, {without}."
             raise CheckpointError(f"{error} {way_out}") from error
@@ -96,20 +114,33 @@ def _tensors(session: Session) -> dict[str, Tensor]:
     return {**session.parameters, **session.buffers}
 
 
-def _read(folder: Path, name: str) -> dict[str, Any]:
+def _read(folder: Path, name: str, resize: Resize | None, resizing: str) -> dict[str, Any]:
     worker, workers = resolve_worker(None, None)
+    assert workers is not None  # it was asked for without one
+    files = len(list(folder.glob(f"{name}_*.safetensors")))
+    if not files:
+        missing = file_name(worker, name)
+        raise CheckpointError(f"{folder} has no {missing}: it was saved without laconic, or under another name.")
+    state = _read_worker(folder, worker, name) if (folder / file_name(worker, name)).exists() else None
+    saved_by: int = files if state is None else state["workers"]
+    if state is not None and saved_by == workers:
+        return state
+    if resize is None:
+        divide = f", or divide what they have not sent yet among those that are there: {resizing}" if resizing else ""
+        raise CheckpointError(
+            f"{folder} was saved by {saved_by} workers, and there are {workers}: each worker has state of its own. "
+            f"Start {saved_by} workers{divide}."
+        )
+    states = [_read_worker(folder, each, name) for each in range(saved_by)]
+    sessions = resize_states([each["session"] for each in states], workers, conserve=resize)
+    return {**(states[worker] if worker < saved_by else {}), "session": sessions[worker]}
+
+
+def _read_worker(folder: Path, worker: int, name: str) -> dict[str, Any]:
     path = folder / file_name(worker, name)
-    saved_by = len(list(folder.glob(f"{name}_*.safetensors")))
-    if not saved_by:
-        raise CheckpointError(f"{folder} has no {path.name}: it was saved without laconic, or under another name.")
-    state = read_state(path) if path.exists() else {"format": FORMAT, "worker": worker, "workers": saved_by}
+    state = read_state(path)
     if not isinstance(state, dict) or state.get("format") != FORMAT or state.get("worker") != worker:
         raise CheckpointError(f"{path} is not what worker {worker} saves with this version of laconic.")
-    if state["workers"] != workers:
-        raise CheckpointError(
-            f"{folder} was saved by {state['workers']} workers, and there are {workers}: each worker has state of its "
-            f"own. Start {state['workers']} workers."
-        )
     return state
 
 

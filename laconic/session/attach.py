@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,8 +18,8 @@ from torch.optim import Optimizer
 from laconic.checks.agreement import agree, difference, parameter_facts
 from laconic.checks.digests import DivergenceCheck
 from laconic.checks.finite import NonFinite, NonFiniteCheck, check_policy
-from laconic.codecs import TopDCT
-from laconic.codecs.feedback import contains
+from laconic.codecs import LowRank, TopDCT
+from laconic.codecs.feedback import codecs_of, contains
 from laconic.comm.groups import Given, GroupWithQueue, Levels, whole_of
 from laconic.comm.queue import CollectiveQueue
 from laconic.comm.timeout import run_in_thread
@@ -177,6 +178,8 @@ def attach(
         warn_of_learning_rates(known.world, optimizers)
         warn_of_momentum(plan, optimizers)
         known.prepare(plan.levels)
+        if known.world.workers > 1 and known.world.peers.rank == 0:
+            warn_of_doing_less(plan, live, known)
         path: GradientPath
         if units:
             path = ShardedPath(units, averager, headers)
@@ -346,6 +349,32 @@ def warn_of_momentum(plan: Plan, optimizers: Sequence[Optimizer]) -> None:
                 "for laconic.demo().",
                 plan,
             )
+
+
+def warn_of_doing_less(plan: Plan, live: LiveModel, levels: Levels) -> None:
+    """Log a warning if a plan does less than its name says: low rank without matrices, groups of one or of all."""
+    sizes = [(t.shape[0], t.shape[1:].numel()) for t in live.params.values() if t.dim() >= 2]
+    for codec in codecs_of(plan.codec, LowRank):
+        if any(codec.accepts(torch.Size(size)) for size in sizes):
+            continue
+        rows, columns = max(sizes, key=math.prod, default=(0, 0))
+        too_small = f"the largest matrix, {rows} x {columns}, would not get {codec.min_compression:g} times smaller"
+        logger.warning(
+            "attach: %r sends nothing of this model in rank %d: %s. All is sent as vectors and small tensors are. "
+            "Take a smaller rank, or quantized_ddp(), which says what is done.",
+            plan,
+            codec.rank,
+            too_small if sizes else "it has no matrix",
+        )
+    inner = plan.topology.inner
+    size, workers = 0 if inner is None else levels[inner].workers, levels.world.workers
+    if size in (1, workers):
+        reason = (
+            "is one worker, so nothing is averaged inside groups"
+            if size == 1
+            else f"is all {workers} workers, which average exactly at every step: nothing is left to do between groups"
+        )
+        logger.warning("attach: in %r a group (%r) %s.", plan, inner, reason)
 
 
 def sync_initial_weights(live: LiveModel, queue: CollectiveQueue, sync_initial: bool | None, bare: bool) -> None:

@@ -9,8 +9,10 @@ They pass each step on to the one optimizer that they hold.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -21,7 +23,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from laconic.codecs.feedback import has_feedback
 from laconic.comm.groups import Levels
+from laconic.comm.queue import CollectiveQueue
 from laconic.plans.plan import Plan
 from laconic.session.live_model import LiveModel
 from laconic.torch_private.compiled import inside_compiled
@@ -30,6 +34,8 @@ from laconic.torch_private.optimizers import running_steps, runs_hooks
 
 if TYPE_CHECKING:
     from laconic.session.session import Session
+
+logger = logging.getLogger(__name__)
 
 _MOVES_WEIGHTS = ("ScheduleFreeWrapper", "ScheduleFreeWrapperReference")
 """Wrappers that change weights after the step of the optimizer inside."""
@@ -142,6 +148,36 @@ def check_first_step(bare: nn.Module | None, levels: Levels) -> None:
             f"this worker is one of {workers} and was attached alone: torch.distributed was not initialised at attach. "
             "Call torch.distributed.init_process_group() before attach(). To train alone on purpose, unset WORLD_SIZE."
         )
+
+
+def warn_of_lost_state(plan: Plan, optimizers: Sequence[Optimizer], world: CollectiveQueue) -> None:
+    """Log a warning if a session is at its first step and an optimizer is not: a resume that forgot the workers' state.
+
+    A plan that keeps nothing between steps loses nothing.
+    """
+    keeps = plan.local or has_feedback(plan.codec) or plan.schedule.start > 1
+    taken = max(map(steps_taken, optimizers), default=0)
+    if not keeps or not taken or world.workers == 1 or world.peers.rank > 0:
+        return
+    logger.warning(
+        "the optimizer has taken %d steps or more, and the session none: no session.load_state_dict() came after "
+        "attach. Residuals start at zero, %r counts its steps from 1, and what workers held by themselves is lost. If "
+        "this run resumes, let every worker save its own session.state_dict() and load it (laconic.checkpoint does "
+        "both): a file that worker 0 alone has saved has only its own.",
+        taken,
+        plan,
+    )
+
+
+def steps_taken(optimizer: Optimizer) -> int:
+    """Return how many steps an optimizer has taken, as far as its state tells: at least 1 where it has momentum."""
+    taken = 0
+    for state in optimizer.state.values():
+        if isinstance(state, dict) and "step" in state:
+            return int(state["step"])  # the first tells: on a GPU it may have to wait
+        if isinstance(state, dict) and any(isinstance(each, Tensor) for each in state.values()):
+            taken = 1
+    return taken
 
 
 def remember(session: Session) -> None:

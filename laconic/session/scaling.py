@@ -3,7 +3,7 @@
 torch's GradScaler does not call `optimizer.step()` when it finds an overflow. Overflows differ between workers as
 long as gradients do, so one worker would skip the step at whose end the others wait for it (pytorch issue 76282). An
 optimizer that declares support for scaling is always called, with the result in `found_inf`. So laconic declares it for
-the optimizer, and skips the update by removing the gradients for that step.
+the optimizer while a GradScaler steps, and skips the update by removing the gradients for that step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from laconic.session.foreign import report_step
 from laconic.session.live_model import LiveModel, local_of
 from laconic.torch_private import steps
 from laconic.torch_private.foreach import divide_all, multiply_all
-from laconic.torch_private.grad_scaler import scale_of
+from laconic.torch_private.grad_scaler import always_call, call_as_before, scale_of
 from laconic.torch_private.optimizers import is_nested_step
 from laconic.values import is_number
 
@@ -51,25 +51,24 @@ class ScaledSteps:
         return self.may_nest and is_nested_step(self.optimizer)
 
     def declare(self) -> ScaledSteps:
-        """Declare that the optimizer supports scaling: the caller runs `begin_step` and `end_step`."""
+        """Let GradScalers call every step of the optimizer: the caller runs `begin_step` and `end_step`."""
         if not self._native:
-            steps.declare_scaling(self.optimizer)
+            always_call(self.optimizer)
         return self
 
     def remove(self) -> None:
-        """Take the declaration back."""
+        """Take `declare` back."""
         if not self._native:
-            steps.withdraw_scaling(self.optimizer)
+            call_as_before(self.optimizer)
 
     def __enter__(self) -> ScaledSteps:
         self._hooks = [
             self.optimizer.register_step_pre_hook(self._before),
             self.optimizer.register_step_post_hook(self._after),
         ]
-        return self.declare()
+        return self
 
     def __exit__(self, *_: object) -> None:
-        self.remove()
         for hook in self._hooks:
             hook.remove()
         steps.forget_scaling(self.optimizer)

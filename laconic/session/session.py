@@ -34,7 +34,7 @@ from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Quadratic, Sync, SyncClock
 from laconic.plans.text import plan as parse_plan
 from laconic.session.counts import Counts
-from laconic.session.foreign import OtherOptimizers, check_first_step, optimizer_inside
+from laconic.session.foreign import OtherOptimizers, check_first_step, optimizer_inside, warn_of_lost_state
 from laconic.session.gradients import GradientAverager, GradientPath, carry_residuals
 from laconic.session.live_model import facts_of_model
 from laconic.session.metrics import Health, Reported, samples
@@ -530,6 +530,8 @@ class Session:
         self._live.refresh_held()
         if self._first:
             check_first_step(None if self._path.in_backward else self._live.model, self._levels)
+            if self.step == 0:
+                warn_of_lost_state(self.plan, self.optimizers, self._levels.world)
             self._first = False
         if scaled not in self._waiting:
             raise RuntimeError(_stepped_twice(scaled, self._waiting))

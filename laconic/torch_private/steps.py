@@ -10,22 +10,12 @@ from inspect import unwrap
 from torch import Tensor
 from torch.optim import Optimizer
 
-_FLAG = "_step_supports_amp_scaling"
+FLAG = "_step_supports_amp_scaling"
 
 
 def skips_itself(optimizer: Optimizer) -> bool:
     """Return whether an optimizer skips a step where a tensor says so, as fused ones do: they unscale, too."""
-    return bool(getattr(optimizer, _FLAG, False))
-
-
-def declare_scaling(optimizer: Optimizer) -> None:
-    """Declare that this optimizer supports scaling: a GradScaler then always calls its step."""
-    setattr(optimizer, _FLAG, True)
-
-
-def withdraw_scaling(optimizer: Optimizer) -> None:
-    """Take the declaration back."""
-    delattr(optimizer, _FLAG)
+    return bool(getattr(optimizer, FLAG, False))
 
 
 def found_inf(optimizer: Optimizer) -> Tensor | None:

@@ -10,8 +10,9 @@ from rich.text import Text
 
 import laconic
 from laconic.cli.view import LiveView, PlainView, View, make_view, plain_line, sparkline
-from laconic.tools.compare.records import Report
+from laconic.tools.compare.records import Outcome, Point, Report
 from laconic.tools.compare.runs import Goal, TrainingRun
+from tests.cli.test_results import DDP
 
 RUNS = [TrainingRun(plan, goal=Goal(200)) for plan in (laconic.ddp(), laconic.diloco())]
 NOW = Report(worker=0, step=1, loss=2.0, seconds=1.0, tokens=1234, wire_bytes=5000)
@@ -41,6 +42,21 @@ def test_a_run_has_about_ten_plain_lines_with_the_last(capsys):
     assert lines[0] == f"ddp() step=1/200 {numbers}"
     assert lines[-2].startswith("ddp() step=200/200")
     assert lines[-1].startswith("diloco(period=16) step=1/200")
+
+
+def test_early_lines_show_nothing_kept_where_the_baselines_differ_by_noise(capsys):
+    def ended(plan: str, losses: list[float]) -> Outcome:
+        points = tuple(Point(5 * i, float(i), loss, 0) for i, loss in enumerate(losses, 1))
+        return replace(DDP, plan=laconic.plan(plan), steps=25, loss_final=losses[-1], validations=points)
+
+    view = PlainView(RUNS)
+    view.finish(ended("ddp()", [3.0, 2.5, 2.3, 2.0, 1.8]))
+    view.finish(ended("alone()", [3.01, 2.52, 2.31, 2.1, 2.0]))
+    for step, loss in ((5, 3.012), (25, 1.85)):
+        view.progress(1, replace(NOW, step=step, validation=loss, ended="steps"))
+        view._next.clear()
+    first, last = (line for line in capsys.readouterr().out.splitlines() if "step=" in line)
+    assert " kept=- " in first and " kept=75% " in last
 
 
 def test_a_script_need_not_report_tokens():

@@ -19,7 +19,7 @@ from laconic.ledger import Ledger
 from laconic.packing import cut, overlapping
 from tests.workers import run_workers
 
-LIMITS = {"large_bytes": 4_000, "piece_bytes": 10_000}
+LIMITS: dict[str, Any] = {"large_bytes": 4_000, "piece_bytes": 10_000}
 """So that a few kilobytes are averaged as many megabytes are."""
 HALVES = (torch.bfloat16, torch.float16)
 WHOLE = (torch.int64, torch.int16, torch.uint8, torch.bool)

@@ -123,6 +123,10 @@ def _go_on_without(worker: int, folder: str, workers: int) -> list[str]:
     callback = add(trainer, "ddp()", resume=False)
     trainer.train(resume_from_checkpoint=True)
     assert callback.session.step == STEPS - 3
+    trainer = make_trainer(f"{folder}/with", gpt(), text())
+    callback = add(trainer, "ddp()", resize="sum")
+    trainer.train(resume_from_checkpoint=True)
+    assert callback.session.step == STEPS, "the steps of the workers that saved count, too"
     return errors
 
 
@@ -134,3 +138,4 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path):
         assert errors[2] == ""
     (errors,) = run_as_torchrun(_go_on_without, (str(tmp_path), 1), workers=1)
     assert "was saved by 2 workers, and there are 1" in errors[2] and errors[2].endswith(way_out)
+    assert "Start 2 workers, or divide" in errors[2] and 'LaconicCallback(..., resize="sum")' in errors[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from laconic.checkpoint import CheckpointError
+from laconic.codecs.feedback import residuals_by_name
 from laconic.integrations import worker_files
 from tests.session.models import assert_equal_bits, mlp, weights
 from tests.workers import WorkerError, run_workers
@@ -109,3 +111,54 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
         with pytest.raises(OSError, match="No space"):
             worker_files.save(tmp_path, session)
         assert (tmp_path / "laconic_0.safetensors").read_bytes() == before
+
+
+def _train(session: laconic.Session, model: nn.Module, worker: int) -> None:
+    (optimizer,) = session.optimizers
+    for _ in range(3):
+        x = torch.full((2, next(model.parameters()).shape[1]), 0.1 * (worker + 1))
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _save_or_resize(worker: int, folder: str, text: str, resize: worker_files.Resize | None) -> object:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    with laconic.attach(text, model, optimizer) as session:
+        if resize is None:
+            _train(session, model, worker)
+            worker_files.save(folder, session)
+            return session.state_dict()["state"], weights(model)
+        with pytest.raises(
+            CheckpointError, match=r"was saved by 2 workers, and there are 3: .* Start 2 workers\. To go"
+        ):
+            worker_files.load(folder, session, "leave it")
+        match = (
+            r"Start 2 workers, or divide what they have not sent yet among those that are there: this\. To go .* leave"
+        )
+        with pytest.raises(CheckpointError, match=match):
+            worker_files.load(folder, session, "leave it", resizing="this")
+        worker_files.restore_own(session, worker_files.load(folder, session, "leave it", resize=resize))
+        found = deepcopy(session.state_dict()["state"]), weights(model), session.step
+        _train(session, model, worker)  # and they go on together
+        return found
+
+
+@pytest.mark.parametrize("text", ["power_sgd(rank=1, min_compression=0)", "post_local_sgd(period=2)"])
+def test_another_number_of_workers_goes_on_where_that_is_asked_for(text, tmp_path):
+    (first, _), (second, other) = run_workers(_save_or_resize, 2, (str(tmp_path), text, None))
+    found = run_workers(_save_or_resize, 3, (str(tmp_path), text, "sum"))
+    assert [each[2] for each in found] == [3, 3, 3]
+    assert_equal_bits([other, found[1][1]] if "local" in text else [found[0][1], found[1][1]])
+    if "local" not in text:
+        residuals = [residuals_by_name(state["gradient"]) for state in (first, second, *(each[0] for each in found))]
+        for name, mine in residuals[0].items():
+            assert_equal_bits([mine, residuals[2][name]])
+            assert_equal_bits([residuals[1][name], residuals[3][name]])
+            assert not residuals[4][name].any(), "a worker that joins has nothing to send yet"
+
+
+def test_ways_to_resize_are_checked():
+    with pytest.raises(ValueError, match=r'checkpoint\(resize=True\): resize must be "sum", "mean" or None\.'):
+        worker_files.check_resize("checkpoint", True)

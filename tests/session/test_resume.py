@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import laconic
 from laconic import checkpoint
 from laconic.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from tests.session.models import weights
-from tests.workers import run_workers
+from tests.workers import listen, run_workers
 
 SAVED_AT, STEPS = 3, 6
 
@@ -103,3 +104,43 @@ TWIN = [
 def test_a_resumed_run_repeats_the_bits_of_large_matrices(text, way, bucket_mb, tmp_path):
     for straight, resumed in run_workers(_resumed, 2, (text, way, bucket_mb, str(tmp_path))):
         assert torch.equal(straight, resumed), f"off by {(straight - resumed).abs().max():.1e}"
+
+
+def _forget(worker: int, text: str, kind: str, load: bool) -> list[str]:
+    """Resume from the model and the optimizer alone, or with the session's state, too."""
+    torch.manual_seed(0)
+    net, said = nn.Linear(4, 4), listen()
+    saved: dict[str, Any] = {}
+    state: dict[str, Any] = {}
+    for resumed in (False, True):
+        model = DDP(net)
+        made: Any = {"AdamW": torch.optim.AdamW, "SGD": partial(torch.optim.SGD, momentum=0.9)}[kind]
+        optimizer = made(model.parameters(), lr=0.1)
+        with laconic.attach(text, model, optimizer) as session:
+            if resumed:
+                assert said == [], "a fresh optimizer is nothing to warn of"
+                optimizer.load_state_dict(saved)
+                if load:
+                    session.load_state_dict(state)
+            for _ in range(3):
+                model(torch.randn(2, 4)).sum().backward()
+                optimizer.step()
+            saved, state = optimizer.state_dict(), session.state_dict()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "load", "steps"),
+    [
+        ("power_sgd(rank=1, min_compression=0)", "AdamW", False, 3),
+        ("diloco(period=2)", "SGD", False, 1),
+        ("post_local_sgd(period=2)", "AdamW", True, None),
+        ("ddp()", "AdamW", False, None),
+    ],
+)
+def test_a_resume_that_forgot_the_state_of_the_workers_is_named(text, kind, load, steps):
+    first, second = run_workers(_forget, 2, (text, kind, load))
+    assert second == [] and len(first) == (steps is not None)
+    if steps is not None:
+        assert f"has taken {steps} steps or more, and the session none: no session.load_state_dict() came" in first[0]
+        assert "let every worker save its own session.state_dict() and load it" in first[0]

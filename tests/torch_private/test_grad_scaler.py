@@ -1,10 +1,12 @@
-"""The loss scale as a tensor."""
+"""The loss scale as a tensor, and optimizers whose step a GradScaler always calls."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from laconic.torch_private.grad_scaler import scale_of
+from laconic.torch_private import steps
+from laconic.torch_private.grad_scaler import always_call, call_as_before, scale_of
 
 
 def test_the_scale_is_a_tensor_that_update_changes_in_place():
@@ -18,3 +20,54 @@ def test_the_scale_is_a_tensor_that_update_changes_in_place():
     scaler.step(optimizer)
     scaler.update()
     assert scale_of(scaler) is scale and scale.item() == scaler.get_scale() == 8.0
+
+
+class _Wrapper:
+    """Passes attributes on, as wrappers of optimizers do."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self.inside = inside
+        self.param_groups = inside.param_groups
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inside, name)
+
+
+def test_a_scaler_calls_each_step_and_nothing_else_sees_that_it_does():
+    torch_step = torch.amp.GradScaler.step
+    p = nn.Parameter(torch.ones(1))
+    optimizer, other = torch.optim.SGD([p], lr=1.0), torch.optim.SGD([p], lr=1.0)
+    seen: list[tuple[float, float]] = []
+    calls: list[bool] = []
+
+    def look(*_: object) -> None:
+        found, scale = steps.found_inf(optimizer), steps.loss_scale(optimizer)
+        assert found is not None and scale is not None and steps.skips_itself(optimizer)
+        seen.append((float(found), float(scale)))
+        steps.set_found_inf(optimizer, None)
+        steps.clear_loss_scale(optimizer)
+
+    look_hook = optimizer.register_step_pre_hook(look)
+    other.register_step_pre_hook(lambda *_: calls.append(True))
+
+    def overflow(given: object) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(p.sum()).backward()
+        p.grad = torch.full((1,), torch.inf)
+        scaler.step(given)  # type: ignore[arg-type]
+
+    always_call(optimizer)
+    assert not steps.skips_itself(optimizer), "Lightning and Fabric refuse to clip where this says so"
+    overflow(optimizer)
+    assert seen == [(1.0, 8.0)] and not steps.skips_itself(optimizer)
+    overflow(other)
+    assert not calls, "the steps of others are skipped as torch skips them"
+    look_hook.remove()
+    wrapped: list[bool] = []
+    optimizer.register_step_pre_hook(lambda *_: wrapped.append(True))
+    overflow(_Wrapper(optimizer))
+    assert wrapped == [True]
+    call_as_before(optimizer)
+    assert torch.amp.GradScaler.step is torch_step
+    overflow(optimizer)
+    assert wrapped == [True]

@@ -7,19 +7,44 @@ Two runs are the measure of all others: `alone()`, whose workers never synchroni
     efficiency = (seconds of ddp() without a slow link to the target) / (seconds of the plan over the link to it)
 
 The ceiling of both is about 1. The floor of `kept` is 0; that of `efficiency` is the efficiency of `alone()`.
+
+`alone - ddp` has noise. The curves of the two runs show it: how far their distance at a step is from the mean of the
+distances before and after it. Where the distance is not `NOISES` times as large, nothing is said of what plans keep.
 """
 
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
 
 from laconic.plans.methods import alone, ddp
 from laconic.plans.plan import Plan
-from laconic.tools.compare.records import Outcome, as_row
+from laconic.tools.compare.records import SMOOTHED, Outcome, Point, as_row
 from laconic.tools.machine import versions
 
 AS_GOOD = 0.01
 """A plan is as good as the reference if it has lowered the loss by at least 99% of what the reference has."""
+NOISES = 3.0
+"""How many times its noise the distance of `ddp()` and `alone()` must be, for `kept` to mean something."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How much lower the loss of `ddp()` is than that of `alone()`, and the noise of that distance.
+
+    >>> Gap(0.004, 0.01).clear, Gap(0.2, 0.01).clear, Gap(0.2, None).clear
+    (False, True, True)
+    """
+
+    loss: float
+    noise: float | None
+    """The standard deviation; None if the runs have fewer than three losses at equal steps."""
+
+    @property
+    def clear(self) -> bool:
+        """Whether it is larger than the noise."""
+        return self.loss > NOISES * (self.noise or 0.0)
 
 
 def reference(outcomes: Sequence[Outcome]) -> Outcome:
@@ -51,10 +76,48 @@ def kept_fraction(alone: float, plan: float, ddp: float) -> float | None:
 
 
 def kept(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
-    """What an outcome keeps; None without `alone()` or `ddp()`, or equal steps."""
+    """What an outcome keeps; None without `alone()` or `ddp()`, or equal steps, or where the gap is mere noise."""
     floor, top = without_communication(outcomes), _find(ddp(), outcomes)
     losses = [] if floor is None or top is None else losses_at_equal_steps([floor, outcome, top])
-    return kept_fraction(*losses) if losses else None
+    return kept_beside(outcomes, *losses) if losses else None
+
+
+def kept_beside(outcomes: Sequence[Outcome], alone: float, plan: float, ddp: float) -> float | None:
+    """What a plan keeps, from losses after equal steps; None where the gap is not larger than its noise.
+
+    `outcomes` have the curves of `alone()` and `ddp()`.
+    """
+    return kept_fraction(alone, plan, ddp) if Gap(alone - ddp, gap_noise(outcomes)).clear else None
+
+
+def final_gap(outcomes: Sequence[Outcome]) -> Gap | None:
+    """The gap at the last step that both baselines have; None without them."""
+    floor, top = without_communication(outcomes), _find(ddp(), outcomes)
+    losses = [] if floor is None or top is None else losses_at_equal_steps([floor, top])
+    return Gap(losses[0] - losses[1], gap_noise(outcomes)) if losses else None
+
+
+def gap_noise(outcomes: Sequence[Outcome]) -> float | None:
+    """The standard deviation of the gap from one validation to the next; None without three at equal steps."""
+    floor, top = without_communication(outcomes), _find(ddp(), outcomes)
+    if floor is None or top is None:
+        return None
+    alone_at, ddp_at = ({p.step: p.loss for p in _independent(each)} for each in (floor, top))
+    gaps = [alone_at[step] - ddp_at[step] for step in sorted(alone_at.keys() & ddp_at.keys())]
+    bends = [b - (a + c) / 2 for a, b, c in zip(gaps, gaps[1:], gaps[2:], strict=False)]
+    bends = [bend for bend in bends if math.isfinite(bend)]
+    return math.sqrt(fmean(bend * bend for bend in bends) / 1.5) if bends else None  # of a bend: 1 + 1/4 + 1/4
+
+
+def _independent(outcome: Outcome) -> Sequence[Point]:
+    """The losses that do not share steps: validations, or means of training losses that do not overlap."""
+    return outcome.validations or outcome.curve[SMOOTHED - 1 :: SMOOTHED]
+
+
+def seconds_to(outcome: Outcome, loss: float) -> float | None:
+    """The seconds after which a run was first seen with a loss as low as this one; None if it never was."""
+    curve = outcome.validations or outcome.curve
+    return next((point.seconds for point in curve if point.loss <= loss and point.seconds > 0), None)
 
 
 def efficiency(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:

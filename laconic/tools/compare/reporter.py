@@ -41,6 +41,7 @@ from laconic.tools.compare.records import (
 )
 from laconic.tools.compare.runs import Goal
 from laconic.tools.compare.validating import Validator, mean_over, number
+from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import Link, framing_bytes, link
 from laconic.tools.launch.namespaces import CONTROL_INTERFACE_VARIABLE, INTERFACE_VARIABLE
 from laconic.tools.planner.network import collective_s
@@ -73,6 +74,7 @@ class CompareReporter(StepObserver):
         self._worker = dist.get_rank() if dist.is_initialized() else 0
         self._tokens = 0
         self._end: Report | None = None
+        self._stepped = False
 
     def attached(self, session: Session) -> None:
         """Open the files and start the clock, at the same time on all workers."""
@@ -96,6 +98,19 @@ class CompareReporter(StepObserver):
             dist.barrier(control)
         self._interface_before = interface_bytes() or 0
         self._began = time.perf_counter()
+
+    def after_step(self, session: Session) -> None:
+        """Note that the run has begun."""
+        self._stepped = True
+
+    def restarted(self, session: Session) -> None:
+        """Refuse a script that resumes: it would train the rest of an earlier run, or nothing at all."""
+        if session.step and not self._stepped:
+            raise UsageError(
+                f"the script goes on from a checkpoint of step {session.step}: its losses, bytes and seconds would be "
+                "those of the rest of another run. laconic compare needs runs from the first step: remove the "
+                f"checkpoint, or let the script resume only where {FOLDER} is not set."
+            )
 
     def report(self, session: Session, loss: float | Tensor, tokens: int, validation: Validation | None = None) -> bool:
         """Write the progress after a step; return whether the run has reached its goal.

@@ -7,7 +7,17 @@ from dataclasses import replace
 import pytest
 
 import laconic
-from laconic.tools.compare.judging import as_json, efficiency, kept, kept_fraction, no_better_than_alone, reference
+from laconic.tools.compare.judging import (
+    as_json,
+    efficiency,
+    final_gap,
+    gap_noise,
+    kept,
+    kept_fraction,
+    no_better_than_alone,
+    reference,
+    seconds_to,
+)
 from laconic.tools.compare.records import Outcome, Point
 from tests.tools.compare.report.outcomes import DDP as OVER_LINK
 
@@ -87,6 +97,41 @@ def test_runs_of_different_lengths_are_compared_at_the_last_step_that_all_have()
     assert kept(validated("frugal()", {7: 1.0}), [ddp, alone]) is None
     bad = validated("quantized_ddp()", {5: 2.0, 10: 1.9, 15: 1.95})  # lower than alone at first, and not at the end
     assert no_better_than_alone(bad, [ddp, alone, bad])
+
+
+def with_curve(outcome: Outcome, losses: list[float]) -> Outcome:
+    points = tuple(Point(5 * i, float(i), loss, 0) for i, loss in enumerate(losses, 1))
+    return replace(outcome, validations=points, loss_final=losses[-1], steps=5 * len(losses))
+
+
+def test_a_gap_that_is_not_larger_than_its_noise_says_nothing_of_what_is_kept() -> None:
+    ddp = with_curve(DDP, [3.0, 2.5, 2.2, 2.0, 1.9])
+    plan = with_curve(GOOD, [3.0, 2.5, 2.2, 2.0, 1.92])
+    steady = with_curve(ALONE, [3.01, 2.52, 2.23, 2.04, 1.95])  # a distance that grows by 0.01 each time
+    assert gap_noise([ddp, steady]) == pytest.approx(0.0, abs=1e-9)
+    assert kept(plan, [ddp, steady, plan]) == pytest.approx(0.6)
+    noisy = with_curve(ALONE, [3.02, 2.48, 2.22, 1.98, 1.95])  # distances of 0.02, -0.02, 0.02, -0.02, 0.05
+    noise = math.sqrt((0.04**2 + 0.04**2 + 0.055**2) / 3 / 1.5)
+    assert gap_noise([ddp, noisy]) == pytest.approx(noise)
+    assert [kept(each, [ddp, noisy, plan]) for each in (ddp, noisy, plan)] == [None] * 3
+    gap = final_gap([ddp, noisy, plan])
+    assert gap is not None and gap.loss == pytest.approx(0.05) and not gap.clear
+    far = with_curve(ALONE, [3.02, 2.48, 2.22, 1.98, 2.4])  # the same at first, and far at the end
+    assert gap_noise([ddp, far]) == pytest.approx(math.sqrt((2 * 0.04**2 + (-0.02 - 0.26) ** 2) / 3 / 1.5))
+    assert gap_noise([ddp]) is None and gap_noise([with_curve(DDP, [2.0, 1.9]), steady]) is None
+
+
+def test_training_losses_are_means_that_overlap_so_every_eighth_is_taken() -> None:
+    steps = range(1, 33)
+    ddp = replace(DDP, curve=tuple(Point(i, float(i), 2.0, 0) for i in steps))
+    alone = replace(ALONE, curve=tuple(Point(i, float(i), 2.0 + 0.1 * (i == 16), 0) for i in steps))
+    assert gap_noise([ddp, alone]) == pytest.approx(math.sqrt((0.1**2 + 0.05**2) / 2 / 1.5))
+
+
+def test_when_a_loss_was_first_seen() -> None:
+    run = with_curve(DDP, [3.0, 2.5, 2.6, 2.0])
+    assert [seconds_to(run, loss) for loss in (3.5, 2.55, 2.0, 1.0)] == [1.0, 2.0, 4.0, None]
+    assert seconds_to(replace(run, validations=(), curve=()), 9.0) is None
 
 
 def test_time_to_a_target_over_a_link() -> None:

@@ -30,6 +30,7 @@ from laconic.tools.compare.reporter import (
 )
 from laconic.tools.compare.running import REPORTER
 from laconic.tools.compare.runs import Goal
+from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import link
 from tests.workers import run_workers
 
@@ -167,6 +168,30 @@ def test_each_worker_reports_its_steps_and_stops_at_the_goal(tmp_path: Path):
         assert reports[-1].link_seconds > 0
         doubles = seconds_file(tmp_path, worker).stat().st_size / 8  # one for each collective
         assert doubles == 3 + 3 + 3 * 2  # rounds; at attach; a header before and a digest after each round
+
+
+def resumed_training(worker: int, folder: str) -> str:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with laconic.attach("post_local_sgd(period=2)", model, optimizer) as session:
+        for _ in range(3):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+        saved = session.state_dict()
+    os.environ.update({FOLDER: folder, VARIABLE: REPORTER, "LACONIC_PLAN": "post_local_sgd(period=2)"})
+    with laconic.attach(laconic.plan_from_env(), model, optimizer) as session:
+        try:
+            session.load_state_dict(saved)
+        except UsageError as error:
+            return str(error)
+    return ""
+
+
+def test_a_script_that_resumes_is_told_so(tmp_path: Path):
+    write_goal(tmp_path, Goal(steps=3), computed=None)
+    for said in run_workers(resumed_training, workers=2, args=(str(tmp_path),)):
+        assert said.startswith("the script goes on from a checkpoint of step 3: its losses")
+        assert said.endswith("remove the checkpoint, or let the script resume only where LACONIC_REPORT is not set.")
 
 
 def guarded_training(worker: int, folder: str) -> int:

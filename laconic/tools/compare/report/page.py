@@ -31,8 +31,7 @@ TEMPLATE = Path(__file__).with_name("page.html")
 DARK_PLANS = ("#b6bec8", "#5cb3ec", "#ff9657", "#3fcf9f", "#e59ccb", "#e3c34d")
 DARK_PARTS = ("#84b78e", "#e3c34d", "#9b86cc")
 SWATCHES = ("solid", "dashed", "dashed", "dotted")
-TIMES = ("sooner", "computing, s", "communicating, s", "waiting, s")
-BYTES = ("on the network", "at the interface")
+DETAILS = ("computing, s", "communicating, s", "waiting, s", "on the network", "at the interface")
 
 
 def check_drawable(written: str) -> None:
@@ -68,8 +67,14 @@ def page(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
         plans=[(outcome.label, SWATCHES[index % 4], index % 6) for index, outcome in enumerate(outcomes)],
         part_names=list(enumerate(PARTS)),
         figures=[(drawing, svg(drawing, outcomes)) for drawing in drawings(outcomes)],
-        columns=(f"{first.loss_of} loss", "kept", f"seconds{target}{computed}", *speed, *TIMES, *sent, *BYTES),
-        rows=[(*_name(outcome, outcomes), _cells(first, outcome, outcomes)) for outcome in outcomes],
+        tables=[
+            (
+                "table",
+                (f"{first.loss_of} loss", "kept", f"seconds{target}{computed}", *speed, "sooner", *sent),
+                [(*_name(outcome, outcomes), _cells(first, outcome, outcomes)) for outcome in outcomes],
+            ),
+            ("details", DETAILS, [(outcome.label, "", _details(outcome)) for outcome in outcomes]),
+        ],
         uplinks=[(f"{o.plan}", name, human_bytes(count)) for o in outcomes for name, count in o.uplink_bytes.items()],
         command=shlex.join(["laconic", *arguments]),
         facts={**versions(), **machine()},
@@ -93,9 +98,6 @@ def _name(outcome: Outcome, outcomes: Sequence[Outcome]) -> tuple[str, str]:
 
 def _cells(first: Outcome, outcome: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
     """The cells of a run, as in the table's columns. Ratios are to `first`."""
-    from laconic.tools.compare.report.figures import parts
-
-    computing, communicating, waiting = (f"{part:,.1f}" for part in parts(outcome))
     speed = efficiency(outcome, outcomes)
     compared = first.ended == outcome.ended and first.ended != "seconds"
     return [
@@ -104,12 +106,21 @@ def _cells(first: Outcome, outcome: Outcome, outcomes: Sequence[Outcome]) -> lis
         f"{outcome.seconds:,.1f}" + ("" if first.until_loss is None or outcome.reached else " (not reached)"),
         *([] if first.until_loss is None else ["-" if speed is None else f"{speed:.2f}"]),
         ratio(first.seconds, outcome.seconds).replace("x", "×") if compared else "-",
-        computing,
-        communicating,
-        "-" if outcome.waiting_seconds is None else waiting,
         human_bytes(outcome.wire_bytes),
         *([human_bytes(slow_bytes(outcome))] if has_levels(outcomes) else []),
         "-" if outcome.plan == alone() else ratio(slow_bytes(first), slow_bytes(outcome)).replace("x", "×"),
+    ]
+
+
+def _details(outcome: Outcome) -> list[str]:
+    """The cells of a run, as in DETAILS."""
+    from laconic.tools.compare.report.figures import parts
+
+    computing, communicating, waiting = (f"{part:,.1f}" for part in parts(outcome))
+    return [
+        computing,
+        communicating,
+        "-" if outcome.waiting_seconds is None else waiting,
         human_bytes(outcome.network_bytes),
         "-" if outcome.interface_bytes is None else human_bytes(outcome.interface_bytes),
     ]

@@ -5,12 +5,15 @@ from collections.abc import Sequence
 
 from laconic.plans.methods import alone
 from laconic.tools.compare.judging import (
+    Gap,
     as_good,
     efficiency,
+    final_gap,
     has_levels,
     kept,
     no_better_than_alone,
     reference,
+    seconds_to,
     slow_bytes,
     without_communication,
 )
@@ -28,6 +31,9 @@ def headline(outcomes: Sequence[Outcome]) -> str:
         sentence = _in_given_time(first, compared)
     else:
         sentence = _same_steps(first, compared)
+    gap = final_gap(outcomes)
+    if gap is not None and not gap.clear and first.until_loss is None:
+        sentence += f" {_unclear(gap)}"
     useless = [f"{each.plan}" for each in compared if no_better_than_alone(each, outcomes)]
     if useless:
         sentence += f" {listed(useless)} {'is' if len(useless) == 1 else 'are'} no better than alone()."
@@ -70,7 +76,8 @@ def _same_steps(first: Outcome, outcomes: Sequence[Outcome]) -> str:
     loss = f"a {best.loss_of} loss of {best.loss_final:.3f}"
     if best is not first:
         sooner = f"{times(first.seconds, best.seconds)} sooner than {first.plan}"
-        return f"{takes}, {sooner}, {_less(first, best)}, and ends at {loss} against {first.loss_final:.3f}."
+        ends = f"ends at {loss} against {first.loss_final:.3f}"
+        return f"{takes}, {sooner}, {_less(first, best)}, and {ends}{_same_loss(best, first)}."
     rest = [each for each in outcomes if each is not first and each.plan != alone()]
     faster = any(each.seconds < first.seconds for each in rest)
     near = min((each for each in rest if slow_bytes(each) < slow_bytes(first)), key=_loss, default=None)
@@ -83,15 +90,38 @@ def _same_steps(first: Outcome, outcomes: Sequence[Outcome]) -> str:
 def _worse(near: Outcome, first: Outcome, outcomes: Sequence[Outcome]) -> str:
     """Describe the best of the plans that are not as good as the reference."""
     text = f"{near.plan} takes {duration(near.seconds)}, {_less(first, near)}, and its loss is {_beside(near, first)}"
+    text += _same_loss(near, first)
     share = kept(near, outcomes)
     if share is None or not share > 0:
         return text
-    return f"{text}: it keeps {share:.0%} of DDP's improvement over no communication"
+    how_much = "all" if share >= 1 else f"{share:.0%}"
+    return f"{text}: it keeps {how_much} of DDP's improvement over no communication"
+
+
+def _same_loss(outcome: Outcome, first: Outcome) -> str:
+    """How much sooner a run came to the same loss, the higher of the two final ones, where the curves tell it."""
+    loss = max(outcome.loss_final, first.loss_final)
+    ours, theirs = seconds_to(outcome, loss), seconds_to(first, loss)
+    if ours is None or theirs is None or theirs <= ours:
+        return ""
+    return f"; it came to {loss:.3f} {times(theirs, ours)} sooner"
+
+
+def _unclear(gap: Gap) -> str:
+    """Say why nothing is known of what plans keep."""
+    if gap.loss <= 0:
+        return f"ddp() ends no lower than alone() ({-gap.loss:.3f} higher): there is nothing that a plan could keep."
+    return (
+        f"ddp() and alone() differ by {gap.loss:.3f}, which may be noise (their distance scatters by {gap.noise:.3f}): "
+        "what plans keep cannot be told. Train longer, or with more workers."
+    )
 
 
 def _beside(outcome: Outcome, first: Outcome) -> str:
     more = outcome.loss_final - first.loss_final
     losses = f"({outcome.loss_final:.3f} against {first.loss_final:.3f})"
+    if f"{abs(more):.3f}" == "0.000":
+        return f"the same {losses}"
     return f"{-more:.3f} lower {losses}" if more < 0 else f"{more:.3f} higher {losses}"
 
 

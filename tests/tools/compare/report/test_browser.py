@@ -53,7 +53,7 @@ def shown(browser: Any, address: str, scheme: str, width: int) -> None:
     browser.get(address)
 
 
-@pytest.mark.parametrize("width", [1200, 390])
+@pytest.mark.parametrize("width", [1280, 1000, 700, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page(browser, address, scheme, width):
     shown(browser, address, scheme, width)
@@ -70,6 +70,8 @@ def test_the_page(browser, address, scheme, width):
         assert browser.find_element("id", name).is_displayed()
     fits = "return document.documentElement.scrollWidth <= innerWidth"
     assert browser.execute_script(fits), "the page scrolls sideways"
+    tables = "return [...document.querySelectorAll('.wide')].map(each => each.scrollWidth - each.clientWidth)"
+    assert browser.execute_script(tables) == [0, 0], "a table is cut"
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
 
 

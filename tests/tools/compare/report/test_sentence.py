@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import laconic
-from laconic.tools.compare.records import Outcome
+from laconic.tools.compare.records import Outcome, Point
 from laconic.tools.compare.report import headline
 from laconic.tools.units import duration
 from tests.tools.compare.report.outcomes import DDP, LOCAL, LOW_RANK
@@ -84,6 +84,41 @@ def test_a_plan_is_judged_beside_workers_that_never_communicate():
         "its loss is 0.048 higher (2.340 against 2.292): it keeps 76% of DDP's improvement over no communication."
     )
     assert "sends nothing" in headline([first, replace(alone, loss_final=2.292)])
+
+
+def test_a_plan_that_ends_lower_keeps_all_and_is_called_lower():
+    first, slow = after_steps(DDP), after_steps(replace(LOW_RANK, loss_final=2.286, seconds=400.0))
+    alone = replace(slow, plan=laconic.alone(), seconds=5.0, wire_bytes=24, loss_final=2.352)
+    assert headline([first, alone, slow]).endswith(
+        "its loss is 0.006 lower (2.286 against 2.292): it keeps all of DDP's improvement over no communication."
+    )
+
+
+def seen(outcome: Outcome, losses: list[float]) -> Outcome:
+    step_s = outcome.seconds / len(losses)
+    points = tuple(Point(10 * i, i * step_s, loss, 0) for i, loss in enumerate(losses, 1))
+    return replace(after_steps(outcome), validations=points, loss_final=losses[-1])
+
+
+def test_baselines_that_differ_by_noise_say_nothing_of_what_plans_keep():
+    first = seen(DDP, [3.0, 2.5, 2.3, 2.1, 2.0])
+    alone = seen(replace(LOW_RANK, plan=laconic.alone(), wire_bytes=24), [3.02, 2.48, 2.32, 2.08, 2.01])
+    fast = seen(LOW_RANK, [3.0, 2.5, 2.3, 2.1, 2.05])
+    said = headline([first, alone, fast])
+    assert "ddp() and alone() differ by 0.010, which may be noise (their distance scatters by 0.031)" in said
+    assert "what plans keep cannot be told. Train longer, or with more workers." in said and "it keeps" not in said
+    lower = headline([first, replace(alone, loss_final=1.9), fast])
+    assert "ddp() ends no lower than alone() (0.100 higher): there is nothing that a plan could keep." in lower
+
+
+def test_how_much_sooner_the_same_loss_was_reached():
+    first = seen(replace(DDP, seconds=50.0), [3.0, 2.5, 2.3, 2.1, 2.0])
+    near = seen(replace(LOW_RANK, seconds=5.0), [3.2, 2.6, 2.5, 2.3, 2.2])  # 2.2 after 5 s, ddp() after 40
+    assert "0.200 higher (2.200 against 2.000); it came to 2.200 8.0 times sooner" in headline([first, near])
+    good = seen(replace(LOW_RANK, seconds=5.0), [3.2, 2.6, 2.2, 2.0, 1.9])  # 2.0 after 4 s
+    assert headline([first, good]).endswith("1.900 against 2.000; it came to 2.000 12 times sooner.")
+    late = seen(replace(LOW_RANK, seconds=45.0), [3.2, 2.9, 2.5, 2.4, 2.35])
+    assert "sooner than" not in headline([first, late]) and "it came to" not in headline([first, late])
 
 
 def test_plans_are_compared_with_ddp_wherever_it_is_in_the_list():
