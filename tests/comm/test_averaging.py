@@ -26,7 +26,7 @@ WHOLE = (torch.int64, torch.int16, torch.uint8, torch.bool)
 
 
 def average(queue: CollectiveQueue, tensors: Mapping[str, Tensor]) -> None:
-    average_in_place(queue, tensors, **LIMITS)  # type: ignore[arg-type]
+    average_in_place(queue, tensors, **LIMITS)
 
 
 def _queue() -> CollectiveQueue:
