@@ -14,6 +14,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 
 INCLUDED = {"README": "index", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog"}
 """Pages of the repository's root, and where the site has them."""
+PAGE = re.compile(r"[\w/]+\.md")
 SOURCES = ("laconic", "tests", "examples", "benchmarks")
 
 
@@ -33,6 +34,9 @@ class FileLinks(SphinxTransform):  # type: ignore[misc]
                 uri = f"{up}source/{path}.html"
                 node.replace_self(nodes.reference("", "", *node.children, internal=True, refuri=uri))
         for node in self.document.findall(addnodes.pending_xref):
+            if PAGE.fullmatch(node.astext()):  # on a forge the name of a file says most, here the title of the page does
+                node.clear()
+                node["refexplicit"] = False
             if node.get("refdomain") == "doc" and node["reftarget"] in (str(root / name) for name in INCLUDED):
                 node["reftarget"] = INCLUDED[Path(node["reftarget"]).name]
 
