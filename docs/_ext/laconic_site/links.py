@@ -53,5 +53,6 @@ class InlinePictures(SphinxPostTransform):  # type: ignore[misc]
             if node["uri"].endswith(".svg"):
                 text = (Path(self.env.srcdir) / node["uri"]).read_text()
                 svg = re.sub(r"<style>.*?</style>|<\?xml.*?\?>", "", text, flags=re.S)
-                html = f'<div class="picture">{svg}</div>'
+                width = re.search(r'viewBox="0 0 (\d+)', svg)
+                html = f'<div class="picture" style="--width: {width[1] if width else 760}">{svg}</div>'
                 node.replace_self(nodes.raw("", html, format="html"))
