@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -50,9 +51,14 @@ def table() -> str:
         cells = []
         for training in COLUMNS:
             found = measured[training]["plans"].get(row if isinstance(row, str) else row[training])
-            cells.append(f"{100 * found['kept']:.0f} %, {found['fewer']:.0f} ×" if found else "-")
+            cells.append(f"{100 * _mean(found['kept']):.0f} %, {found['fewer']:.0f} ×" if found else "-")
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _mean(kept: float | dict[str, float]) -> float:
+    """Return what a plan kept, in the mean over its seeds if there are several."""
+    return statistics.fmean(kept.values()) if isinstance(kept, dict) else kept
 
 
 if __name__ == "__main__":
