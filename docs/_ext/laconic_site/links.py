@@ -34,7 +34,7 @@ class FileLinks(SphinxTransform):  # type: ignore[misc]
                 uri = f"{up}source/{path}.html"
                 node.replace_self(nodes.reference("", "", *node.children, internal=True, refuri=uri))
         for node in self.document.findall(addnodes.pending_xref):
-            if PAGE.fullmatch(node.astext()):  # on a forge the name of a file says most, here the title of the page does
+            if PAGE.fullmatch(node.astext()):  # where a forge shows a file, the site has a title
                 node.clear()
                 node["refexplicit"] = False
             if node.get("refdomain") == "doc" and node["reftarget"] in (str(root / name) for name in INCLUDED):
