@@ -20,8 +20,9 @@ pytestmark = [*needs_root, pytest.mark.slow]
 
 def block(page: str, start: str) -> str:
     """Return the block of a page that begins with such a fence."""
-    (found,) = re.findall(rf"^```{start}\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
-    return found
+    found: list[str] = re.findall(rf"^```{start}\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+    assert len(found) == 1
+    return found[0]
 
 
 def train(tmp_path: Path, firewall: str = "") -> list[str]:
@@ -37,8 +38,10 @@ def train(tmp_path: Path, firewall: str = "") -> list[str]:
         for node, (name, _) in enumerate(made):
             text = firewall + commands.replace("--node-rank 0", f"--node-rank {node}")
             command = ["ip", "netns", "exec", name, "bash", "-ec", text]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            processes.append(subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes))
+            process = subprocess.Popen(
+                command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            processes.append(process)
         try:
             outputs = [process.communicate(timeout=200)[0] for process in processes]
         finally:
