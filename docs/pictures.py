@@ -175,8 +175,8 @@ def front() -> Picture:
     page = (HERE / "quality.md").read_text().partition("## The front")[2]
     rows = re.findall(r"^\| `([^`]+)`[^|]*\|(?:[^|]*\|){3} (\d+) % \| ([\d.]+) × \|$", page, re.M)
     points = [(name, int(kept), float(fewer)) for name, kept, fewer in rows]
-    p = Picture(760, 380, "What each plan keeps of the training, against how many times fewer bytes it sends")
-    left, top, wide, high = 60, 30, 660, 290
+    p = Picture(450, 400, "What each plan keeps of the training, against how many times fewer bytes it sends")
+    left, top, wide, high = 44, 30, 360, 320
 
     def x(fewer: float) -> float:
         return left + wide * math.log10(fewer) / math.log10(400)
@@ -190,12 +190,12 @@ def front() -> Picture:
     for fewer in (1, 3, 10, 30, 100, 300):
         p.text(x(fewer), top + high + 20, f"{fewer}×", "ink small", "middle")
     p.text(left + wide, top + high + 40, "fewer bytes than ddp()", "ink small", "end")
-    p.text(left + 6, y(0) - 6, "alone(): workers that never talk", "ink small")
+    p.text(left + 6, y(0) - 6, "alone(): workers that never communicate", "ink small")
     p.text(left, top - 12, "kept", "ink small", "end")
     for name, kept, fewer in points:
         dx, dy, anchor = LABELS.get(name, (10, 4, "start"))
         p.dot(x(fewer), y(kept), "one")
-        p.text(x(fewer) + dx, y(kept) + dy, name, "ink small", anchor)
+        p.text(x(fewer) + dx, y(kept) + dy, name.replace("bytes=", ""), "ink small", anchor)
     return p
 
 
@@ -248,13 +248,13 @@ LABELS = {
     "ddp()": (10, -8, "start"),
     "quantized_ddp(bits=4)": (0, 22, "middle"),
     'frugal(bytes="30x")': (-10, 5, "end"),
-    'frugal(bytes="60x")': (-8, -10, "end"),
-    "power_sgd(rank=32)": (-4, 20, "end"),
-    'frugal(bytes="120x")': (8, -9, "start"),
-    "sparse_loco()": (-10, 8, "end"),
-    "streaming_diloco(mix=0.5)": (-10, 14, "end"),
+    'frugal(bytes="60x")': (6, -11, "end"),
+    "power_sgd(rank=32)": (12, 16, "end"),
+    'frugal(bytes="120x")': (-6, -11, "start"),
+    "sparse_loco()": (-10, 6, "end"),
+    "streaming_diloco(mix=0.5)": (-10, 8, "end"),
 }
-"""Where the name of a point is written, beside it: its neighbours are near."""
+"""Where the name of a point is written, beside it: its neighbours and the lines are near."""
 
 PICTURES = {
     **{"factors": factors, "hierarchy": hierarchy, "streaming": streaming, "storeys": storeys},

@@ -68,6 +68,12 @@ def test_no_link_leads_nowhere(pages, anchors):
     assert not wrong, "\n".join(wrong[:50])
 
 
+def test_links_read_as_titles_and_not_as_files(pages):
+    for page, text in pages.items():
+        if not page.startswith("source/"):
+            assert not re.findall(r"<a\b[^>]*>(?:<span[^>]*>)?[\w/]+\.md<", text), page
+
+
 def test_nothing_is_loaded_from_the_network(pages):
     for page, text in pages.items():
         loaded = re.findall(r'<(?:script|img|iframe)\b[^>]*\bsrc="(https?:)?//', text)
@@ -149,7 +155,29 @@ def test_search_works_from_the_file_system(browser):
     WebDriverWait(browser, 20).until(lambda b: all(any(w in href for href in b.execute_script(found)) for w in wanted))
 
 
-@pytest.mark.parametrize("page", ["index.html", "concepts.html", "start.html", "keywords.html", "api/session.html"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        *("index.html", "concepts.html", "start.html", "keywords.html", "api/session.html"),
+        *("slower.html", "two_machines.html", "unequal.html", "learning_rate.html", "ports.html", "powersgd_hook.html"),
+    ],
+)
 def test_pages_fit_a_phone(browser, page):
     open_page(browser, page, 390)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.parametrize(
+    ("page", "parts"),
+    [
+        ("index.html", ".picture, .table-wrapper"),
+        ("quality.html", "#the-front .table-wrapper"),
+        ("choosing.html", "#in-one-minute .table-wrapper"),
+    ],
+)
+def test_charts_and_tables_of_the_first_pages_are_whole_on_a_phone(browser, page, parts):
+    """Nothing has to be scrolled sideways: the last columns, *kept* and *fewer*, are what one came for."""
+    open_page(browser, page, 390)
+    hidden = f"return [...document.querySelectorAll('{parts}')].map(each => each.scrollWidth - each.clientWidth)"
+    found = browser.execute_script(hidden)
+    assert found and max(found) <= 1

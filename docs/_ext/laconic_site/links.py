@@ -14,6 +14,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 
 INCLUDED = {"README": "index", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog"}
 """Pages of the repository's root, and where the site has them."""
+PAGE = re.compile(r"[\w/]+\.md")
 SOURCES = ("laconic", "tests", "examples", "benchmarks")
 
 
@@ -33,6 +34,9 @@ class FileLinks(SphinxTransform):  # type: ignore[misc]
                 uri = f"{up}source/{path}.html"
                 node.replace_self(nodes.reference("", "", *node.children, internal=True, refuri=uri))
         for node in self.document.findall(addnodes.pending_xref):
+            if PAGE.fullmatch(node.astext()):  # where a forge shows a file, the site has a title
+                node.clear()
+                node["refexplicit"] = False
             if node.get("refdomain") == "doc" and node["reftarget"] in (str(root / name) for name in INCLUDED):
                 node["reftarget"] = INCLUDED[Path(node["reftarget"]).name]
 
@@ -49,5 +53,6 @@ class InlinePictures(SphinxPostTransform):  # type: ignore[misc]
             if node["uri"].endswith(".svg"):
                 text = (Path(self.env.srcdir) / node["uri"]).read_text()
                 svg = re.sub(r"<style>.*?</style>|<\?xml.*?\?>", "", text, flags=re.S)
-                html = f'<div class="picture">{svg}</div>'
+                width = re.search(r'viewBox="0 0 (\d+)', svg)
+                html = f'<div class="picture" style="--width: {width[1] if width else 760}">{svg}</div>'
                 node.replace_self(nodes.raw("", html, format="html"))
