@@ -1,9 +1,9 @@
-"""The tables of docs/quality.md that come from the suite of trainings, made from `quality.json`.
+"""The tables of docs/quality.md and README that come from the suite of trainings, made from `quality.json`.
 
-    python benchmarks/trainings_tables.py           # print them, and write them into the page
+    python benchmarks/trainings_tables.py           # print them, and write them into the pages
     python benchmarks/trainings_tables.py --cells   # what each training left out keeps, and what was predicted of it
 
-No training is run: `trainings.py` does that. A test compares the page with the file.
+No training is run: `trainings.py` does that. Tests compare the pages with the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from laconic import Plan, frugal
 from laconic.cost import facts_of
 from laconic.tools.planner import quality
 
-PAGE = Path(__file__).parents[1] / "docs" / "quality.md"
+ROOT = Path(__file__).parents[1]
+PAGE, README = ROOT / "docs" / "quality.md", ROOT / "README.md"
 END = "<!-- end of what was measured -->"
 WORKERS = 4
 FACTORS = ("30x", "60x", "120x")
@@ -85,19 +86,28 @@ def suite() -> str:
     return _table(["plan", *trainings], rows)
 
 
-SHORT = ("prose", "batches", "wide", "muon", "lora", "lstm", "cnn", "vit")
+COLUMNS = {
+    "prose": "small transformer, AdamW",
+    "batches": "large batches",
+    "wide": "three times as wide",
+    "muon": "Muon",
+    "lstm": "LSTM, SGD",
+    "cnn": "ConvNet, SGD",
+    "lora": "LoRA, AdamW",
+}
+"""The columns of README's table."""
+SHORT = (*("quantized_ddp()", "power_sgd(rank=32)", "power_sgd(rank=8)", 'frugal("30x")', 'frugal("60x")', "diloco()"),)
+"""Its rows."""
 
 
 def short() -> str:
-    """What the plans that `frugal` chooses keep, by kind of training: the table for a front page."""
-    plans = ("quantized_ddp()", *(f'frugal("{factor}")' for factor in FACTORS))
+    """What plans keep by kind of training, in the mean over seeds: README's table."""
     rows = []
-    for name in SHORT:
-        training = quality.record()[name]
-        cells = [measured(training, laconic.plan(plan)) for plan in plans]
-        shown = ("" if cell is None else f"{100 * cell.mean:.0f} %" for cell in cells)
-        rows.append([training["about"], *shown])
-    return _table(["kept of", *(f"`{plan}`" for plan in plans)], rows)
+    for text in SHORT:
+        cells = [measured(quality.record()[name], laconic.plan(text)) for name in COLUMNS]
+        shown = ("" if cell is None else f"{100 * cell.mean:.0f} %, {cell.fewer:.0f} ×" for cell in cells)
+        rows.append([f"`{text}`", *shown])
+    return _table(["", *COLUMNS.values()], rows)
 
 
 def kinds() -> str:
@@ -305,19 +315,25 @@ def on_page(page: str, name: str) -> str:
     return page.partition(begin(name))[2].partition(END)[0].strip()
 
 
-def main() -> None:
-    """Print the tables, and write them into the page."""
-    if "--cells" in sys.argv:
-        print(left_out_cells())
-        return
-    page = PAGE.read_text()
-    for name, make in TABLES.items():
+def write(path: Path, tables: Mapping[str, Callable[[], str]]) -> None:
+    """Print tables, and write them into a page."""
+    page = path.read_text()
+    for name, make in tables.items():
         table = make()
         print(f"{name}\n\n{table}\n")
         if begin(name) in page:
             head, _, rest = page.partition(begin(name))
             page = f"{head}{begin(name)}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
-    PAGE.write_text(page)
+    path.write_text(page)
+
+
+def main() -> None:
+    """Print the tables, and write them into the pages."""
+    if "--cells" in sys.argv:
+        print(left_out_cells())
+        return
+    write(PAGE, TABLES)
+    write(README, {"kept": short})
 
 
 if __name__ == "__main__":

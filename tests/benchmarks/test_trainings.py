@@ -27,9 +27,11 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_page_has_the_tables_of_the_record(tables):
-    page = tables.PAGE.read_text()
+    page, readme = tables.PAGE.read_text(), tables.README.read_text()
     for name, make in tables.TABLES.items():
         assert tables.on_page(page, name) == make(), f"{name}: run python benchmarks/trainings_tables.py"
+    assert tables.on_page(readme, "kept") == tables.short(), "run python benchmarks/trainings_tables.py"
+    assert tables.short().count("%") == len(tables.SHORT) * len(tables.COLUMNS), "every cell was measured"
 
 
 BEHIND = {("muon", "120x")}

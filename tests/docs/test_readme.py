@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import re
 import subprocess
 import sys
@@ -12,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import laconic
-from laconic.session.live_model import facts_of_model
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,23 +45,6 @@ def test_every_linked_file_exists():
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
-
-
-def test_what_plans_keep_is_what_was_measured():
-    spec = importlib.util.spec_from_file_location("kept_table", ROOT / "docs" / "kept_table.py")
-    assert spec is not None and spec.loader is not None
-    kept = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(kept)
-    trainings = importlib.import_module("benchmarks.trainings")
-    readme = (ROOT / "README.md").read_text()
-    assert kept.MARKED.findall(readme) == [kept.table()], "run: python docs/kept_table.py"
-    assert kept.table().count("%") == len(kept.ROWS) * len(kept.COLUMNS), "every cell was measured"
-    for training, plan in kept.FRUGAL.items():
-        if training != "lora":  # whose model is pretrained first
-            each = trainings.TRAININGS[training]
-            model = each.model(0)
-            facts = facts_of_model(model, each.optimizers(model, each.lr), trainings.WORKERS)
-            assert laconic.frugal("60x").resolved(facts) == laconic.plan(plan), training
 
 
 def test_plans_named_in_the_readme_parse():
