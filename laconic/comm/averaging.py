@@ -49,16 +49,24 @@ def in_pieces(
     another tensor, is averaged in a copy and written back.
     """
     tied = overlapping(tensors)
+    for piece, is_large in pieces(tensors, workers, large_bytes, piece_bytes):
+        yield _averaged(piece, in_place=is_large and tied.isdisjoint(piece))
+
+
+def pieces(
+    tensors: Mapping[str, Tensor], workers: int, large_bytes: int = LARGE_BYTES, piece_bytes: int | None = None
+) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    """Divide tensors into what one collective averages, and say whether that is a part of a large tensor."""
     for dtype in dict.fromkeys(t.dtype for t in tensors.values()):
         cap_bytes = piece_bytes or (EXACT_PIECE_BYTES if sums_exactly(dtype, workers) else WIDE_PIECE_BYTES)
         of_dtype = {name: t for name, t in tensors.items() if t.dtype == dtype}
         for name, t in of_dtype.items():
             if t.nbytes >= large_bytes:
                 for piece in cut(t, cap_bytes):
-                    yield _averaged({name: piece}, in_place=name not in tied)
+                    yield {name: piece}, True
         small = {name: t for name, t in of_dtype.items() if 0 < t.nbytes < large_bytes}
         for names in in_buckets(small, cap_bytes):
-            yield _averaged({name: small[name] for name in names}, in_place=False)
+            yield {name: small[name] for name in names}, False
 
 
 def _averaged(tensors: dict[str, Tensor], in_place: bool) -> Exchange[Averaged]:

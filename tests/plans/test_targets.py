@@ -11,16 +11,11 @@ from torch import nn
 import laconic
 from laconic import (
     ByShape,
-    Cast,
-    Codec,
     ErrorFeedback,
     Every,
-    Exact,
-    LowRank,
     Plan,
     Quantized,
     Streaming,
-    TopK,
     ddp,
     diloco,
     frugal,
@@ -29,9 +24,8 @@ from laconic import (
     sent_bytes,
     streaming_diloco,
 )
-from laconic.cost import Named, facts_of, quick_bytes
+from laconic.cost import Named, facts_of
 from laconic.plans.plan import Plan as PlanClass
-from laconic.plans.schedules import Schedule
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -160,36 +154,6 @@ def test_a_target_that_rank_1_does_not_reach_is_refused() -> None:
 def test_what_any_rank_reaches_sends_all_in_few_bits() -> None:
     facts = facts_of(MODELS["large matrices"], 2)
     assert facts.times(power_sgd(bytes="7x").resolved(facts)) == facts.times(quantized_ddp(4))
-
-
-CODECS: list[Codec] = [
-    Exact(),
-    Cast("bf16"),
-    ErrorFeedback(Quantized(8)),
-    ErrorFeedback(Quantized(4)),
-    ErrorFeedback(Quantized(2, block=64)),
-    ErrorFeedback(Quantized(1, block=4096)),
-    power_sgd(3).codec,
-    power_sgd(3, bits=None).codec,
-    power_sgd(40, bits=2, min_compression=0.5).codec,
-    power_sgd(3, rounds="alternating").codec,
-    ErrorFeedback(ByShape(LowRank(2), Quantized(4))),
-    ByShape(ErrorFeedback(TopK(0.06, chunk=1024, bits=2)), rest=ErrorFeedback(Quantized(4))),
-]
-SCHEDULES: list[Schedule] = [Every(1), Every(1, of="weights"), Every(3), Streaming(5, 4, delay=1)]
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_the_formula_of_bytes_is_the_run_of_the_codec(codec: Codec) -> None:
-    small = nn.Sequential(nn.Conv2d(16, 24, 3), nn.BatchNorm2d(24), nn.Linear(70, 129))
-    narrow = {"m": torch.empty(90, 50, dtype=torch.bfloat16), "b": torch.empty(50, dtype=torch.bfloat16)}
-    models: tuple[nn.Module | dict[str, torch.Tensor], ...] = (small, narrow)
-    cases = [(workers, at, model) for workers, at in zip((2, 3, 4, 7), SCHEDULES, strict=True) for model in models]
-    for workers, schedule, model in cases[CODECS.index(codec) % 4 :: 4]:
-        facts, plan = facts_of(model, workers), Plan(schedule, codec)
-        quick = quick_bytes(plan, facts.tensors, facts.buffers, workers)
-        # Requests of several codecs are joined, and each sends a whole number of bytes.
-        assert quick == pytest.approx(sent_bytes(plan, model, workers), abs=2), schedule
 
 
 def test_buffers_count_in_rounds_of_weights() -> None:

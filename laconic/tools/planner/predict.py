@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, inf
 
-from torch import Tensor
-
 from laconic.checks.agreement import DIGEST_BYTES
 from laconic.checks.headers import HEADER_BYTES
-from laconic.cost import cycle_of, facts_of, planned
+from laconic.codecs.routing import routed
+from laconic.cost import cycle_of, facts_of, has_rule, kept_bytes, planned, tensor_bytes, widened
 from laconic.exchange import State, level_name
 from laconic.ledger import Entry, wire_bytes
 from laconic.noise import worth
@@ -188,7 +187,16 @@ class Prediction:
         numbers = self.scenario.shapes.parameters
         anchor, outer = 4 * numbers * self.resolved.needs_anchor, self.resolved.outer
         momentum = 4 * numbers if isinstance(outer, Nesterov) and outer.momentum else 0
-        return _tensor_bytes(self._state) + anchor + momentum
+        return self._codec_bytes + anchor + momentum
+
+    @cached_property
+    def _codec_bytes(self) -> int:
+        """The bytes that the plan's codec keeps."""
+        plan, tensors = self.resolved, self.scenario.shapes.tensors
+        if not has_rule(plan.codec):
+            return tensor_bytes(self._state)
+        wide = widened(tensors) if plan.needs_anchor else tensors
+        return kept_bytes(routed(plan.codec), wide) if self.scenario.workers > 1 else 0
 
     # How long it takes.
 
@@ -197,15 +205,25 @@ class Prediction:
         """The seconds of encoding and decoding the whole model, 0 if they were not measured."""
         return self.scenario.codec_s.get(self.plan, 0.0)
 
-    def timeline(self, network: NetworkTimes | None = None, factor: float = 1.0) -> Timeline:
-        """Return the time of a cycle; with `factor`, where all seconds are so many times as long."""
-        network = network or self.scenario.network
+    def timeline(self, faster: float = 1.0, factor: float = 1.0) -> Timeline:
+        """Return the time of a cycle where links are so many times as fast, and all seconds `factor` times as long."""
         compute_s = self.scenario.compute_s * factor
         steps: list[list[Message]] = [[] for _ in range(self.cycle)]
-        for each in self.sent:
-            seconds = each.seconds(network) + (self.codec_s * each.share if each.encoded else 0.0)
-            steps[each.step].append(Message(each.released_s(compute_s), seconds * factor, each.delay))
+        for each, (fixed_s, sending_s) in zip(self.sent, self._seconds, strict=True):
+            seconds = (fixed_s + sending_s / faster) * factor
+            steps[each.step].append(Message(each.released_s(compute_s), seconds, each.delay))
         return timeline([sorted(step, key=lambda m: m.release_s) for step in steps], compute_s)
+
+    @cached_property
+    def _seconds(self) -> list[tuple[float, float]]:
+        """What each message takes whatever the rate of the links (latency, codec), and what it takes at their rate."""
+        network, codec_s = self.scenario.network, self.codec_s
+        endless, found = network.faster(inf), list[tuple[float, float]]()
+        for each in self.sent:
+            latency_s = each.seconds(endless)
+            coding_s = codec_s * each.share if each.encoded else 0.0
+            found.append((latency_s + coding_s, each.seconds(network) - latency_s))
+        return found
 
     @cached_property
     def now(self) -> Timeline:
@@ -227,9 +245,8 @@ class Prediction:
     def timeout_s(self) -> int:
         """How long a worker should wait for the others: ten times the longest step, and at least 30 s."""
         by_step: dict[int, float] = {}
-        for each in self.sent:
-            seconds = each.seconds(self.scenario.network) + self.codec_s * each.share
-            by_step[each.step] = by_step.get(each.step, 0.0) + seconds
+        for each, seconds in zip(self.sent, self._seconds, strict=True):
+            by_step[each.step] = by_step.get(each.step, 0.0) + sum(seconds)
         return max(30, 10 * ceil(max(by_step.values(), default=0.0) + self.scenario.compute_s))
 
     # What it does to the loss.
@@ -268,7 +285,7 @@ class Prediction:
 
     def needs_bps(self, utilisation: float) -> float | None:
         """Return the rate of the slowest link at which workers compute this share of the time; None if no rate does."""
-        return self._rate_where(lambda network: self.timeline(network).utilisation >= utilisation)
+        return self._rate_where(lambda faster: self.timeline(faster).utilisation >= utilisation)
 
     def break_even_bps(self, ddp: Prediction) -> float | None:
         """Return the rate of the slowest link from which on `ddp()` is as soon at the same loss; None for no rate."""
@@ -276,31 +293,19 @@ class Prediction:
         if factor == 1.0 and not self.codec_s:  # it sends less, and costs nothing
             return None
 
-        def as_soon(network: NetworkTimes) -> bool:
-            return ddp.timeline(network).step_s <= self.timeline(network).step_s * factor
+        def as_soon(faster: float) -> bool:
+            return ddp.timeline(faster).step_s <= self.timeline(faster).step_s * factor
 
         return self._rate_where(as_soon)
 
-    def _rate_where(self, holds: Callable[[NetworkTimes], bool]) -> float | None:
+    def _rate_where(self, holds: Callable[[float], bool]) -> float | None:
         """Find the lowest rate at which a condition holds that holds for all higher ones, by bisection."""
-        network = self.scenario.network
         low, high = -40.0, 60.0  # powers of 2, of the rate as it is
         if isinstance(self.resolved.schedule, Never):
             return 0.0
-        if not holds(network.faster(2**high)):
+        if not holds(2**high):
             return None
         for _ in range(40):
             middle = (low + high) / 2
-            low, high = (low, middle) if holds(network.faster(2**middle)) else (middle, high)
-        return network.rate_bps * 2**high
-
-
-def _tensor_bytes(tree: object) -> int:
-    """Count the bytes of all tensors in a tree of dicts, without caches."""
-    if isinstance(tree, Tensor):
-        return tree.numel() * tree.element_size()
-    if isinstance(tree, dict):
-        return sum(_tensor_bytes(value) for key, value in tree.items() if not str(key).startswith("_"))
-    if isinstance(tree, list | tuple):
-        return sum(_tensor_bytes(value) for value in tree)
-    return 0
+            low, high = (low, middle) if holds(2**middle) else (middle, high)
+        return self.scenario.network.rate_bps * 2**high
