@@ -20,12 +20,13 @@ from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, L
 from laconic.codecs.routing import routed
 from laconic.comm.averaging import pieces
 from laconic.comm.dry import dry
-from laconic.exchange import Averaged, Exchange, Peers, State
-from laconic.ledger import Entry, Ledger
+from laconic.exchange import Averaged, Exchange, Level, Peers, State
+from laconic.ledger import Entry, Ledger, crossing_bytes
 from laconic.packing import bucketed, in_buckets, in_parts, shift_of, sizes_of, wide_dtype
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Every, Payload, Streaming, Sync
 from laconic.plans.targets import Kind, ModelFacts
+from laconic.plans.topology import World
 
 Shaped: TypeAlias = Tensor | torch.Size | Sequence[int]
 Named: TypeAlias = nn.Module | Mapping[str, Shaped] | Iterable[tuple[str, Shaped]]
@@ -48,13 +49,15 @@ def sent_bytes(
     named_tensors: Named,
     workers: int = 2,
     buffers: Named | None = None,
+    machine: int | None = None,
 ) -> float:
     """Return the bytes that one worker sends at one step, without communication.
 
     Where steps differ, because of a period or of alternating rounds, the result is the average over steps from `start`
     on. Shapes count as float32.
     `buffers`, by default those of a module, are sent with each round of weights as the plan says. Those that a DDP
-    model broadcasts at each step of gradients, as DDP does, are not counted.
+    model broadcasts at each step of gradients, as DDP does, are not counted. `machine` is the number of workers of one
+    machine, for plans that group these.
 
     >>> from laconic import ddp, frugal, power_sgd
     >>> sent_bytes(ddp(), {"weight": (512, 512)}), sent_bytes(power_sgd(rank=4), {"weight": (512, 512)})
@@ -64,27 +67,36 @@ def sent_bytes(
     """
     if workers < 1 or workers != int(workers):
         raise ValueError(f"sent_bytes(workers={workers!r}): workers must be a whole number of at least 1.")
-    facts = facts_of(named_tensors, workers, buffers)
-    return _sent(plan.resolved(facts), facts.tensors, facts.buffers, workers)
+    facts = facts_of(named_tensors, workers, buffers, machine=machine)
+    plan = plan.resolved(facts)
+    sent = planned(plan, facts.tensors, workers, machine=machine, buffers=facts.buffers)
+    return sum(each.wire_bytes for one in sent for each in one.collectives) / cycle_of(plan)
 
 
 def facts_of(
-    named: Named, workers: int, buffers: Named | None = None, optimizers: Sequence[Kind] = ("adaptive",)
+    named: Named,
+    workers: int,
+    buffers: Named | None = None,
+    optimizers: Sequence[Kind] = ("adaptive",),
+    machine: int | None = None,
 ) -> ModelFacts:
-    """Return what a target of bytes is resolved from; one worker, which others may join, counts as two."""
+    """Return what a target of bytes is resolved from; one worker, which others may join, counts as two.
+
+    Of a plan with groups, what crosses the link of a group counts, and not what is sent inside.
+    """
     if buffers is None:
         buffers = dict(named.named_buffers()) if isinstance(named, nn.Module) else {}
     tensors, held, workers = meta(named), meta(buffers), max(2, workers)
 
     def count(plan: Plan) -> float:
-        return _sent(plan, tensors, held, workers)
+        inner, outermost = plan.topology.inner, replace(plan, topology=World())
+        sent = [each for one in planned(outermost, tensors, workers, buffers=held) for each in one.collectives]
+        if inner is None:
+            return sum(each.wire_bytes for each in sent) / cycle_of(plan)
+        size = _size(inner, workers, machine)
+        return sum(crossing_bytes(each.op, each.payload_bytes, workers, size) for each in sent) / cycle_of(plan)
 
     return ModelFacts(tensors, held, tuple(optimizers), workers, count)
-
-
-def _sent(plan: Plan, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], workers: int) -> float:
-    sent = planned(plan, tensors, workers, buffers=buffers)
-    return sum(each.wire_bytes for one in sent for each in one.collectives) / cycle_of(plan)
 
 
 def cycle_of(plan: Plan) -> int:
@@ -116,7 +128,8 @@ def planned(
     turns: Counter[Sync] = Counter()
     for step in _steps(plan):
         for sync in plan.syncs_at(step):
-            size, turn = _size(sync, workers, machine), turns[sync] % 2  # alternating rounds send both factors in turn
+            size = _size(sync.level, workers, machine)
+            turn = turns[sync] % 2  # alternating rounds send both factors in turn
             turns[sync] += 1
             codec = routed(plan.codec_of(sync, step))
             found = known.get((sync, turn))
@@ -177,12 +190,12 @@ def _whole(op: str, tensors: Mapping[str, Tensor]) -> _Message:
     return _Message(op, next(iter(tensors.values())).dtype, sum(t.nbytes for t in tensors.values()))
 
 
-def _size(sync: Sync, workers: int, machine: int | None) -> int:
-    if sync.level == "machine":
+def _size(level: Level, workers: int, machine: int | None) -> int:
+    if level == "machine":
         if machine is None:
-            raise ValueError("a plan with groups of one machine: tell how many workers a machine has.")
+            raise ValueError("a plan with groups of one machine: tell how many workers a machine has, as in machine=4.")
         return machine
-    return workers if sync.level is None else sync.level
+    return workers if level is None else level
 
 
 def meta(named: Named) -> dict[str, Tensor]:
@@ -190,11 +203,11 @@ def meta(named: Named) -> dict[str, Tensor]:
     if isinstance(named, nn.Module):
         named = ((name, p) for name, p in named.named_parameters() if p.requires_grad)
     pairs = named.items() if isinstance(named, Mapping) else named
-    return {name: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else _empty(x) for name, x in pairs}
+    return {name: _empty(x.shape, x.dtype) if isinstance(x, Tensor) else _empty(x) for name, x in pairs}
 
 
-def _empty(shape: Sequence[int]) -> Tensor:
-    return torch.empty(tuple(shape), device="meta")
+def _empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 # The rules: what codecs send, without running them, which takes seconds on large models.

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from laconic.cli.plan import forecast_tables
+from laconic.cli.forecast import forecast_tables
 from laconic.tools.launch.links import link as parse_link
 from laconic.tools.planner.forecast import Forecast
 from laconic.tools.planner.front import PLANS

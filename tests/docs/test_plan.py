@@ -10,7 +10,8 @@ import pytest
 import typer
 
 import laconic
-from laconic.cli.main import app
+from laconic.cli.main import COMMANDS as NAMES
+from laconic.cli.main import make_app
 from laconic.tools.launch.links import link
 from laconic.tools.planner.forecast import Forecast
 from laconic.tools.planner.network import ComputedNetwork
@@ -18,7 +19,7 @@ from laconic.tools.planner.predict import Scenario
 from laconic.tools.planner.shapes import from_count
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = typer.main.get_command(make_app(*NAMES)).commands  # type: ignore[attr-defined]
 
 
 def test_commands_parse():

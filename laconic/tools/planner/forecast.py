@@ -44,7 +44,8 @@ class Forecast:
             "rate_bps": s.network.rate_bps,
             "compute_s": s.compute_s,
             "noise": s.noise,
-            "gain": s.gain,
+            "gain": s.gain(),
+            "workers_sharing_a_link": s.sharing,
             "steps": s.steps,
             "optimizers": list(s.optimizers),
             "rows": [self._row(each, budget_bytes) for each in self.rows],
@@ -55,7 +56,9 @@ class Forecast:
         low, high = each.interval_s
         row: dict[str, Any] = {
             "plan": repr(each.plan),
+            "resolved": repr(each.resolved),
             "sent_bytes_per_step": each.sent_bytes_per_step,
+            "link_bytes_per_step": each.link_bytes_per_step,
             "sent_bytes_by_level": each.sent_bytes_by_level,
             "rounds_per_step": each.rounds_per_step,
             "bytes_a_day": each.bytes_a_day,
@@ -85,10 +88,10 @@ class Forecast:
     def advice(self) -> str:
         """One sentence: which plan to use, or none, and why."""
         s = self.scenario
-        if s.noise is not None and s.gain < LEAST_WORTH:
+        if s.noise is not None and s.gain() < LEAST_WORTH:
             return (
-                f"Train by alone(): under a noise of {s.noise:.3g}, {s.workers} workers are worth at most {s.gain:.2f} "
-                "that train by themselves, whatever they send. Smaller batches make better use of them."
+                f"Train by alone(): under a noise of {s.noise:.3g}, {s.workers} workers are worth at most "
+                f"{s.gain():.2f} that train by themselves, whatever they send. Smaller batches make better use of them."
             )
         known = [each for each in self.rows if each.loss_s is not None and each.plan not in (ddp(), alone())]
         best = max(known, key=lambda each: each.sooner_than(self.ddp) or 0.0, default=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, inf
 
@@ -12,14 +12,15 @@ from laconic.checks.headers import HEADER_BYTES
 from laconic.codecs.routing import routed
 from laconic.cost import cycle_of, facts_of, has_rule, kept_bytes, planned, tensor_bytes, widened
 from laconic.exchange import State, level_name
-from laconic.ledger import Entry, wire_bytes
+from laconic.ledger import Entry, crossing_bytes, wire_bytes
 from laconic.noise import worth
 from laconic.packing import in_parts
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never, Payload, Streaming, Sync
 from laconic.plans.targets import Kind, ModelFacts, width_of
-from laconic.tools.planner.network import NetworkTimes
+from laconic.plans.topology import World
+from laconic.tools.planner.network import ComputedNetwork, NetworkTimes
 from laconic.tools.planner.quality import STEPS, Kept, TrainingFacts, predict
 from laconic.tools.planner.shapes import Shapes
 from laconic.tools.planner.timeline import Message, Timeline, released_s, timeline
@@ -49,6 +50,12 @@ class Transfer:
     def wire_bytes(self) -> int:
         """The bytes that are sent."""
         return sum(each.wire_bytes for each in self.collectives)
+
+    def crossing_bytes(self, unit: int) -> float:
+        """Return the bytes that a unit of neighbouring workers, such as those of one machine, sends to others."""
+        if unit == 1:
+            return self.wire_bytes
+        return sum(crossing_bytes(each.op, each.payload_bytes, self.workers, unit) for each in self.collectives)
 
     def seconds(self, network: NetworkTimes) -> float:
         """Return the seconds of the collectives on a network."""
@@ -85,21 +92,26 @@ class Scenario:
     @cached_property
     def facts(self) -> ModelFacts:
         """What targets of bytes are resolved from."""
-        return facts_of(self.shapes.tensors, self.workers, self.shapes.buffers, self.optimizers)
+        return facts_of(self.shapes.tensors, self.workers, self.shapes.buffers, self.optimizers, self.machine)
 
     @property
-    def training(self) -> TrainingFacts:
-        """What is known of the training for what plans keep of it."""
+    def sharing(self) -> int:
+        """How many workers share the slowest link: those of one machine, or one."""
+        return self.network.link.sharing if isinstance(self.network, ComputedNetwork) else self.machine or 1
+
+    def training(self, group: int = 1) -> TrainingFacts:
+        """What is known of the training for what plans keep of it, for workers in groups that act as one."""
         kind = "muon" if "muon" in self.optimizers else self.optimizers[0]
-        return TrainingFacts(width_of(self.shapes.tensors), self.steps, kind, self.noise)
+        noise = None if self.noise is None else self.noise / group  # in batches of a group
+        return TrainingFacts(width_of(self.shapes.tensors), self.steps, kind, noise)
 
-    @property
-    def gain(self) -> float:
-        """How many times as many steps as `ddp()` a worker by itself needs.
+    def gain(self, group: int = 1) -> float:
+        """How many times as many steps as `ddp()` a worker by itself needs, or a group that acts as one worker.
 
         Where the noise is unknown, 2.8 for four, as in the lab.
         """
-        return float(self.workers**0.75) if self.noise is None else worth(self.noise, self.workers)
+        workers = self.workers // group
+        return float(workers**0.75) if self.noise is None else worth(self.noise / group, workers)
 
 
 class Prediction:
@@ -172,14 +184,19 @@ class Prediction:
         return sum(self.sent_bytes_by_level.values())
 
     @property
+    def link_bytes_per_step(self) -> float:
+        """The bytes that go over one of the slowest links in a step, on average, in the one direction."""
+        return sum(each.crossing_bytes(self.scenario.sharing) for each in self.sent) / self.cycle
+
+    @property
     def rounds_per_step(self) -> float:
         """The collectives of a step, on average: each costs latency."""
         return sum(len(each.collectives) for each in self.sent) / self.cycle
 
     @property
     def bytes_a_day(self) -> float:
-        """The bytes that one worker sends in a day of training."""
-        return self.sent_bytes_per_step / self.step_s * SECONDS_A_DAY if self.step_s else 0.0
+        """The bytes that go over one of the slowest links in a day of training."""
+        return self.link_bytes_per_step / self.step_s * SECONDS_A_DAY if self.step_s else 0.0
 
     @property
     def memory_bytes(self) -> int:
@@ -252,9 +269,22 @@ class Prediction:
     # What it does to the loss.
 
     @cached_property
+    def group(self) -> int:
+        """How many workers average gradients at every step under a local plan: they act as one of so large a batch."""
+        inner = self.resolved.topology.inner
+        return 1 if inner is None else self._level(Sync(Payload.GRADIENT, inner))[1]
+
+    @cached_property
     def predicted(self) -> Kept | None:
-        """What the plan keeps of DDP's improvement over no communication; None if nothing like it was measured."""
-        return predict(self.plan, self.scenario.training)
+        """What the plan keeps of DDP's improvement over no communication; None if nothing like it was measured.
+
+        With groups, over groups that do not communicate.
+        """
+        if self.group == 1:
+            return predict(self.plan, self.scenario.training())
+        if self.group == self.scenario.workers:
+            return Kept(1.0, 1.0, 1.0)
+        return predict(replace(self.resolved, topology=World()), self.scenario.training(self.group))
 
     @property
     def kept(self) -> float | None:
@@ -265,10 +295,10 @@ class Prediction:
     def steps_factor(self) -> float | None:
         """How many times as many steps as `ddp()` it needs to the same loss; None if that is unknown.
 
-        The progress of a step is assumed to lie between that of `ddp()`, 1, and that of a worker by itself, 1 / gain,
-        at the fraction that the plan keeps.
+        The progress of a step is assumed to lie between that of `ddp()`, 1, and that of a worker or a group by itself,
+        1 / gain, at the fraction that the plan keeps.
         """
-        return None if self.kept is None else 1 / (self.kept + (1 - self.kept) / self.scenario.gain)
+        return None if self.kept is None else 1 / (self.kept + (1 - self.kept) / self.scenario.gain(self.group))
 
     @property
     def loss_s(self) -> float | None:

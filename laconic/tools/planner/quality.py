@@ -163,7 +163,7 @@ class Law:
 
 def fit(family: str, cells: Iterable[Cell], noisy: bool = False) -> Law | None:
     """Fit the line of a family, with the noise if it is known; None where too few trainings were measured."""
-    found = [(each, family_of(parse_plan(each.plan), each.training.width)) for each in cells]
+    found = [(each, family_of(_parsed(each.plan), each.training.width)) for each in cells]
     known = [(each, its[1]) for each, its in found if its is not None and its[0] == family]
     known = [(each, strength) for each, strength in known if not noisy or each.training.noise is not None]
     names = {each.name for each, _ in known}
@@ -203,6 +203,11 @@ def _features(strength: float, training: TrainingFacts) -> Tensor:
         ],
         dtype=torch.float64,
     )
+
+
+@cache
+def _parsed(text: str) -> Plan:
+    return parse_plan(text)
 
 
 @cache
