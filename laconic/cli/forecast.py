@@ -31,13 +31,11 @@ from laconic.tools.units import BYTES, COUNT, DURATION, human_bytes, parse, rate
 
 OUTCOME = ("sent\na step", "step", "kept", "sooner\nthan ddp")
 """The columns that decide: "sooner" is to the same loss."""
-DETAILS = (
-    *("sooner\nthan alone", "computing", "exposed", "steps faster\nthan ddp"),
-    *("memory", "break-even", "timeout", "sent by\na worker"),
-)
+TIMES = ("sooner\nthan alone", "computing", "exposed", "steps faster\nthan ddp")
+DETAILS = ("memory", "break-even", "timeout", "sent by\na worker")
 MOST_LAYERS = 10_000
 NAMES: dict[Kind, str] = {"adaptive": "Adam or its like", "sgd": "SGD", "muon": "Muon"}
-ONE_TABLE = 150
+ONE_TABLE = 165
 """The width of a terminal in which all columns fit into one table."""
 PIPED = 100
 """The width of five columns where there is no terminal."""
@@ -169,7 +167,7 @@ def check_levels(plan: Plan, workers: int, machine: int | None) -> None:
 def forecast_tables(
     forecast: Forecast, width: int, budget_bytes: float | None = None, all_columns: bool = False
 ) -> list[Table]:
-    """One row for each plan, the soonest at the same loss first; in two tables, if the terminal is narrow."""
+    """One row for each plan, the soonest at the same loss first; in several tables, if the terminal is narrow."""
     s = forecast.scenario
     rate = rate_text(s.network.rate_bps, digits=4)
     if isinstance(s.network, ComputedNetwork):
@@ -178,7 +176,8 @@ def forecast_tables(
     outcome = OUTCOME if budget_bytes is None else (*OUTCOME, "within\nbudget")
     shown: list[tuple[tuple[str, ...], str]] = [(outcome, title)]
     if all_columns:
-        shown = [(outcome + DETAILS, title)] if width >= ONE_TABLE else [(outcome, title), (DETAILS, "")]
+        one = [(outcome + TIMES + DETAILS, title)]
+        shown = one if width >= ONE_TABLE else [(outcome, title), (TIMES, ""), (DETAILS, "")]
     return [
         table(
             ("plan", *headings),

@@ -141,7 +141,7 @@ def test_shapes_of_a_module_keep_their_order():
 
 @pytest.mark.parametrize(("noise", "gain"), [(None, 4**0.75), (0.0, 1.0), (9.0, 10 / 3.25), (1e6, 4.0)])
 def test_noise_tells_what_workers_gain(noise, gain):
-    assert _scenario(noise=noise).gain == pytest.approx(gain, rel=1e-5)
+    assert _scenario(noise=noise).gain() == pytest.approx(gain, rel=1e-5)
     alone = _of("alone()", noise=noise)
     assert alone.steps_factor == pytest.approx(gain, rel=1e-5)  # by itself: kept is 0
 
