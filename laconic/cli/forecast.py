@@ -71,7 +71,7 @@ def show(asked: Asked, all_columns: bool, as_json: bool) -> None:
         print(json.dumps(forecast.as_json(limit), indent=1))
         return
     console = PipedConsole(width=None if sys.stdout.isatty() else ONE_TABLE if all_columns else PIPED)
-    console.print(forecast.advice, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{forecast.advice}\n", markup=False, highlight=False, soft_wrap=True)
     console.print(*forecast_tables(forecast, console.width, limit, all_columns))
     for line in _notes(forecast, measured, all_columns):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -18,12 +18,13 @@ Group: TypeAlias = int | Literal["machine"] | None
 """Groups of so many workers, or the workers of one machine, which average gradients exactly at every step."""
 
 
-def ddp(dtype: Literal["bf16", "fp16"] | None = None) -> Plan:
+def ddp(dtype: Literal["bf16", "fp16"] | None = None, group: Group = None) -> Plan:
     """Average gradients exactly at every step, as DDP does; with a `dtype`, rounded to it, in half the bytes of fp32.
 
     >>> ddp("bf16")
     ddp(dtype='bf16')
     """
+    _check_no_group("ddp", group)
     return Plan() if dtype is None else Plan(codec=Cast(dtype))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from laconic import (
     ByShape,
     ErrorFeedback,
     Every,
+    Groups,
     Plan,
     Quantized,
     Streaming,
@@ -24,7 +26,8 @@ from laconic import (
     sent_bytes,
     streaming_diloco,
 )
-from laconic.cost import Named, facts_of
+from laconic.cost import Named, cycle_of, facts_of, planned
+from laconic.ledger import crossing_bytes
 from laconic.plans.plan import Plan as PlanClass
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -170,3 +173,43 @@ def test_buffers_count_in_rounds_of_weights() -> None:
 def test_a_target_is_a_number_of_times(bytes: object) -> None:
     with pytest.raises(ValueError, match=r"frugal\(bytes=.*\): write how many times fewer bytes than DDP"):
         frugal(bytes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("group", [2, 4, "machine"])
+def test_with_groups_the_target_is_for_what_a_group_sends(group: Literal["machine"] | int) -> None:
+    model, size = MODELS["matrices and vectors"], 4 if group == "machine" else group
+    assert isinstance(size, int)
+    facts = facts_of(model, 8, machine=4)
+    for text in ("2x", "16x", "60x", "121x"):
+        plan = frugal(text, group=group).resolved(facts)
+        assert plan.topology == Groups(group) and plan.local  # never gradients between groups
+        assert laconic.plan(repr(plan)) == plan
+        # All but the first `size` workers get what these send: each to each in an all_to_all, a ring for the rest.
+        deltas = [each for one in planned(plan, facts.tensors, 8, machine=4) for each in one.collectives]
+        between = [each for each in deltas if each.workers == 8]
+        crossing = sum(crossing_bytes(each.op, each.payload_bytes, 8, size) for each in between) / cycle_of(plan)
+        assert facts.times(plan) == facts.ddp_bytes / crossing >= float(text[:-1])
+    alike = facts_of(model, 8, machine=2)
+    assert frugal("60x", group=2).resolved(alike).schedule == frugal("60x", group="machine").resolved(alike).schedule
+
+
+def test_a_target_with_groups_prints_as_it_was_called() -> None:
+    plan = frugal("60x", delay=1, group="machine")
+    assert repr(plan) == "frugal(bytes='60x', delay=1, group='machine')"
+    assert laconic.plan(repr(plan)) == plan != frugal("60x", delay=1)
+    assert plan.resolved(facts_of({}, 2)).topology == Groups("machine")
+    with pytest.raises(ValueError, match=r"tell how many workers a machine has, as in machine=4"):
+        sent_bytes(plan, MODELS["LoRA"], 4)
+    assert sent_bytes(plan, MODELS["LoRA"], 4, machine=2) > 0
+
+
+@pytest.mark.parametrize("method", [power_sgd, quantized_ddp, laconic.demo, laconic.ddp])
+def test_methods_that_average_gradients_refuse_groups(method: Callable[..., Plan]) -> None:
+    name = method.__name__
+    with pytest.raises(ValueError) as error:
+        method(group="machine")
+    assert str(error.value) == (
+        f"{name}(group='machine'): it averages gradients among all workers, not between groups. Use "
+        "frugal(group='machine') or diloco(group='machine'), which send weights between groups. Or shard the model "
+        f"inside each machine with FSDP2 (HSDP, docs/sharded.md): {name}() then encodes what machines send."
+    )

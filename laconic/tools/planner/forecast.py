@@ -111,7 +111,7 @@ class Forecast:
         factor = best.steps_factor or 1.0
         more = "" if factor < 1.005 else f" It needs {factor:.2f} times as many steps, for it keeps {share(best.kept)}."
         rate = best.break_even_bps(self.ddp)
-        until = "" if rate is None else f" On links faster than {rate_text(rate, digits=2)}, do not compress."
+        until = "" if rate is None else f" On links faster than {rate_text(rate, digits=3)}, do not compress."
         return (
             f"Use {best.plan}: it reaches the same loss {sooner:.1f} times sooner than ddp() and {than_alone:.1f} "
             f"times sooner than alone(); {busy}, under it {share(best.now.utilisation)}.{more}{until}"
