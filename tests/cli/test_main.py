@@ -98,6 +98,6 @@ except SystemExit as end:
 
 def test_the_library_itself_needs_neither_typer_nor_rich_and_prints_nothing(outside):
     rooms = "{'typer', 'rich', 'laconic.cli', 'laconic.tools.compare'}"
-    code = f"import sys, laconic; sys.exit(bool({rooms} & set(sys.modules)))"
+    code = f"import sys, laconic; laconic.attach; sys.exit(bool({rooms} & set(sys.modules)))"
     ended = outside("-W", "error", "-c", code)
     assert (ended.code, ended.out, ended.err) == (0, "", "")
