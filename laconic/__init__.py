@@ -8,95 +8,27 @@ A plan answers four questions: when do workers synchronise (`schedule`), how are
 with the mean (`outer`), and with whom (`topology`). The training loop stays as it is.
 """
 
-from laconic import data, optim
-from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopDCT, TopK
-from laconic.cost import sent_bytes
-from laconic.errors import (
-    DesyncError,
-    DisagreementError,
-    DivergedError,
-    LostWorkerError,
-    NonFiniteError,
-    PlanError,
-)
-from laconic.guard import Guard
-from laconic.ledger import Ledger
-from laconic.plans.methods import (
-    alone,
-    ddp,
-    demo,
-    diloco,
-    frugal,
-    hierarchical_sgd,
-    post_local_sgd,
-    power_sgd,
-    qsr,
-    quantized_ddp,
-    sparse_loco,
-    streaming_diloco,
-)
-from laconic.plans.outer import Nesterov, Optim
-from laconic.plans.plan import Plan
-from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming
-from laconic.plans.text import plan, plan_from_env
-from laconic.plans.topology import Groups, World
-from laconic.session.attach import attach
-from laconic.session.metrics import Health
-from laconic.session.observers import StepObserver
-from laconic.session.session import Session
-from laconic.tools.planner.auto import auto
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ByName",
-    "ByShape",
-    "Cast",
-    "Codec",
-    "DesyncError",
-    "DisagreementError",
-    "DivergedError",
-    "ErrorFeedback",
-    "Every",
-    "Exact",
-    "Groups",
-    "Guard",
-    "Health",
-    "Ledger",
-    "LostWorkerError",
-    "LowRank",
-    "Nested",
-    "Nesterov",
-    "Never",
-    "NonFiniteError",
-    "Optim",
-    "Plan",
-    "PlanError",
-    "Quadratic",
-    "Quantized",
-    "Session",
-    "StepObserver",
-    "Streaming",
-    "TopDCT",
-    "TopK",
-    "World",
-    "alone",
-    "attach",
-    "auto",
-    "data",
-    "ddp",
-    "demo",
-    "diloco",
-    "frugal",
-    "hierarchical_sgd",
-    "optim",
-    "plan",
-    "plan_from_env",
-    "post_local_sgd",
-    "power_sgd",
-    "qsr",
-    "quantized_ddp",
-    "sent_bytes",
-    "sparse_loco",
-    "streaming_diloco",
-]
+if TYPE_CHECKING:
+    from laconic.public import *  # noqa: F403
+    from laconic.public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import the public names at the first use of one: they need torch, which takes a second or more."""
+        from importlib import import_module
+
+        if not name.startswith("__") or name == "__all__":
+            names = vars(import_module("laconic.public"))
+            if name in names:
+                return globals().setdefault(name, names[name])
+            if name in globals():  # a module of laconic, which has been imported meanwhile
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        """List the public names, too."""
+        return sorted({*globals(), *__getattr__("__all__")})

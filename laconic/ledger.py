@@ -51,6 +51,24 @@ def wire_bytes(op: str, payload: int, workers: int, distance: int = 0, own: int 
     return (workers - 1) * payload
 
 
+def crossing_bytes(op: str, payload: float, workers: int, unit: int) -> float:
+    """Return the bytes that the first `unit` workers, such as those of one machine, send to all others.
+
+    A ring leaves them once, with what one worker sends. In an all_to_all each of them sends to all others.
+
+    >>> [crossing_bytes(op, 1000, workers=8, unit=4) for op in ("all_reduce", "all_gather", "all_to_all")]
+    [1750.0, 7000.0, 2000.0]
+    """
+    if unit >= workers:
+        return 0.0
+    if op == "all_to_all":
+        return unit * (workers - unit) * payload / workers
+    if op == "broadcast":
+        steps = [1 << i for i in range(workers.bit_length())]
+        return payload * float(sum(d < step and unit <= d + step < workers for d in range(unit) for step in steps))
+    return (2 * (workers - 1) / workers if op == "all_reduce" else workers - 1.0) * payload
+
+
 @dataclass(frozen=True)
 class Entry:
     """One collective of one worker."""

@@ -214,7 +214,8 @@ class Shards:
             owners.append((part + key) % workers)  # so that small tensors are spread
             counts += [torch.full((rows - 1,), row), torch.tensor([shape.numel() - (rows - 1) * row])]
             keys.append(index + (key << 24))
-        self.sizes: tuple[int, ...] = tuple(sizes_of(count_of, workers).tolist())
+        shares = [(count_of[name], shift_of(name, workers)) for name in count_of]
+        self.sizes: tuple[int, ...] = tuple(sizes_of(shares, workers).tolist())
         self.starts = [0, *accumulate(self.sizes)]
         self.most = max(self.sizes)
         owner, starts = torch.cat(owners), torch.tensor(self.starts, device=device)
@@ -248,12 +249,17 @@ class Shards:
         return found
 
 
-def sizes_of(rows: Mapping[str, int], workers: int) -> Tensor:
-    """Return how many rows each worker owns of tensors of so many rows: of part p, worker p + crc32(name)."""
+def shift_of(name: str, workers: int) -> int:
+    """Return the worker that owns the first part of a tensor's rows, so that small tensors are spread."""
+    return zlib.crc32(name.encode()) % workers
+
+
+def sizes_of(shares: Iterable[tuple[int, int]], workers: int) -> Tensor:
+    """Return how many rows each worker owns of tensors, each given by its rows and `shift_of` its name."""
     sizes = torch.zeros(workers, dtype=torch.int64)
     parts = torch.arange(workers + 1)
-    for name, count in rows.items():
-        sizes += (parts * count // workers).diff().roll(zlib.crc32(name.encode()) % workers)
+    for rows, shift in shares:
+        sizes += (parts * rows // workers).diff().roll(shift)
     return sizes
 
 

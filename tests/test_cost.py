@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import laconic
-from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank
+from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopK
 from laconic.codecs.routing import routed
+from laconic.cost import facts_of, has_rule, kept_bytes, planned, tensor_bytes
+from laconic.exchange import State
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Every
+from laconic.plans.schedules import Every, Nested, Streaming
 
 SHAPES = {"w": (100, 50), "b": (50,)}
 DENSE = 4 * 5050
@@ -135,3 +137,85 @@ def test_tensors_that_a_codec_declines_are_sent_exactly(codec: Codec, runs: Code
 
 def test_long_periods() -> None:
     assert laconic.sent_bytes(Plan(Every(50_000)), {"w": (50_000,)}) == 4
+
+
+def _odd() -> dict[str, tuple[nn.Module | dict[str, torch.Tensor], int]]:
+    """Models, and the numbers of workers to divide their rows among."""
+    equal = {f"{i}.{kind}": torch.empty(shape) for i in range(9) for kind, shape in (("m", (96, 130)), ("b", (130,)))}
+    narrow = {"m": torch.empty(90, 50, dtype=torch.bfloat16), "b": torch.empty(50, dtype=torch.bfloat16)}
+    mixed = {**narrow, "wide": torch.empty(70, 129, dtype=torch.float64), "c": torch.empty(33)}
+    edges = {"none": torch.empty(0, 7), "scalar": torch.empty(()), "one": torch.empty(1), "row": torch.empty(1, 999)}
+    large = {"table": torch.empty(3001, 2203), "thin": torch.empty(90_001, 3), "rest": torch.empty(4, 5, 6, 7)}
+    return {
+        "equal layers": (equal, 8),
+        "equal layers, 3 workers": (equal, 3),
+        "16 bits": (narrow, 2),
+        "several dtypes": (mixed, 5),
+        "edges": (edges, 4),
+        "many small": ({f"{i}": torch.empty(i % 7 + 1, i) for i in range(1, 60)}, 7),
+        "large": (large, 2),
+        "convolutions": (nn.Sequential(nn.Conv2d(16, 24, 3), nn.BatchNorm2d(24), nn.Linear(70, 129)), 6),
+        "many workers": ({"m": torch.empty(300, 200), "b": torch.empty(200)}, 1000),
+    }
+
+
+FEW = ErrorFeedback(Quantized(2, block=64))
+RULED: list[Codec] = [
+    Exact(),
+    Cast("bf16"),
+    ErrorFeedback(Cast("fp16")),
+    ErrorFeedback(Quantized(8)),
+    Quantized(4, rounding="stochastic"),
+    FEW,
+    ErrorFeedback(Quantized(1, block=4096), decay=0.9),
+    LowRank(2, warm_start=False),
+    laconic.power_sgd(3).codec,
+    laconic.power_sgd(3, bits=None).codec,
+    laconic.power_sgd(40, bits=2, min_compression=0.5).codec,
+    laconic.power_sgd(3, rounds="alternating").codec,
+    laconic.power_sgd(3, bits=None, rounds="alternating", feedback=False).codec,
+    ErrorFeedback(ByShape(LowRank(2), Quantized(4))),
+    laconic.sparse_loco().codec,
+    ByShape(TopK(0.06, chunk=1024), rest=Exact(wide=True)),
+    ByName({"*m": FEW, "0*": LowRank(3), "*b": Cast("bf16")}, rest=ByShape(ErrorFeedback(LowRank(1, bits=4)), FEW)),
+]
+
+
+@pytest.mark.parametrize("model", _odd())
+def test_the_rules_are_what_codecs_send_and_keep(model: str) -> None:
+    given, workers = _odd()[model]
+    facts = facts_of(given, workers)
+    schedules = (Every(1), Every(1, of="weights"), Every(3), Streaming(5, 4, delay=1), Nested({1: 1, 2: workers}))
+    for index, codec in enumerate(RULED):
+        assert has_rule(codec)
+        plan, state = Plan(schedules[(index + workers) % 5], codec), State()
+        ran = list(planned(plan, facts.tensors, workers, state=state, buffers=facts.buffers, by_rule=False))
+        ruled = list(planned(plan, facts.tensors, workers, buffers=facts.buffers))
+        assert ruled == ran, plan
+        wide = {name: t.float() if plan.needs_anchor and t.itemsize == 2 else t for name, t in facts.tensors.items()}
+        assert kept_bytes(routed(codec), wide) == tensor_bytes(state), plan
+
+
+def test_a_codec_without_a_rule_runs() -> None:
+    class Twice(Quantized):
+        def average(self, *args: Any, **options: Any) -> Any:
+            yield from super().average(*args, **options)
+            return (yield from super().average(*args, **options))
+
+    assert not has_rule(Twice(4)) and not has_rule(ByShape(LowRank(1), Twice(4)))
+    assert laconic.sent_bytes(Plan(codec=Twice(4)), SHAPES) == 2 * laconic.sent_bytes(Plan(codec=Quantized(4)), SHAPES)
+
+
+def test_only_steps_that_send_are_looked_at() -> None:
+    for plan in (
+        Plan(),
+        Plan(Every(7, 3)),
+        Plan(Streaming(7, 3, start=5)),
+        Plan(Streaming(4, 4)),
+        Plan(Every(1, 2, "weights")),
+    ):
+        first = plan.schedule.start
+        steps = range(first, first + 2 * plan.schedule.period)
+        sent = [step for step in steps if plan.syncs_at(step)]
+        assert [each.step for each in planned(plan, facts_of(dict.fromkeys("abcd", (4,)), 2).tensors, 2)] == sent
+    assert laconic.sent_bytes(Plan(Streaming(10**12, 2)), {"a": (5,), "b": (5,)}) == 40 / 10**12

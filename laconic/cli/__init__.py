@@ -3,5 +3,6 @@
 import laconic
 from laconic.tools.distribution import other_project
 
-if not hasattr(laconic, "attach") and (_other := other_project()) is not None:  # it was installed later, over this one
+# The other project called laconic, if it was installed later, over this one, has no names of this one.
+if not hasattr(laconic, "__getattr__") and (_other := other_project()) is not None:
     raise ImportError("laconic: {}. {} {}".format(*_other))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import groupby
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ from laconic.kernels.choose import MAX_COPIED, has_matrix_kernels
 from laconic.packing import on_cuda
 from laconic.values import as_code
 
+Part: TypeAlias = tuple[str, Codec, dict[str, Tensor]]
+"""The key of a codec's state, the codec, and its tensors."""
+
 
 @dataclass(frozen=True, repr=False)
 class ByShape:
@@ -60,12 +64,7 @@ class ByShape:
         fused = self._fused(tensors, state, peers) if reuse and on_cuda(tensors) else None
         if fused is not None:
             return (yield from fused)
-        chosen, others = self._split(tensors)
-        return (
-            yield from average_parts(
-                tensors, [("codec", self.codec, chosen), ("rest", self.rest, others)], state, peers, reuse=reuse
-            )
-        )
+        return (yield from average_parts(tensors, self.parts(tensors), state, peers, reuse=reuse))
 
     def _fused(self, tensors: Tensors, state: State, peers: Peers) -> Exchange[Averaged] | None:
         """Return one exchange with one message for both codecs, where kernels for that exist."""
@@ -82,7 +81,7 @@ class ByShape:
         if known is not None and known.is_current(codec, tensors):
             exchange: Exchange[Averaged] = known.exchange(peers)
             return exchange
-        matrices, rest = self._split(tensors)
+        (_, _, matrices), (_, _, rest) = self.parts(tensors)
         if not matrices or not codec.may_fuse(matrices, factors) or not has_matrix_kernels(matrices, codec.rank):
             return None
         if sum(t.numel() for t in rest.values()) > MAX_COPIED or not all(t.is_contiguous() for t in rest.values()):
@@ -98,7 +97,7 @@ class ByShape:
         bound_before[id(tensors)] = bound
         return bound.exchange(peers)
 
-    def _split(self, tensors: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def parts(self, tensors: Tensors) -> list[Part]:
         """Return the tensors that the first codec accepts, and the others; each shape is tested once."""
         accepted: dict[torch.Size, bool] = {}
         chosen: dict[str, Tensor] = {}
@@ -107,7 +106,7 @@ class ByShape:
             if t.shape not in accepted:
                 accepted[t.shape] = self.codec.accepts(t.shape)
             (chosen if accepted[t.shape] else others)[name] = t
-        return chosen, others
+        return [("codec", self.codec, chosen), ("rest", self.rest, others)]
 
 
 @dataclass(frozen=True, repr=False)
@@ -139,6 +138,10 @@ class ByName:
 
     def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         """Average each tensor through the codec for its name."""
+        return (yield from average_parts(tensors, self.parts(tensors), state, peers, reuse=reuse))
+
+    def parts(self, tensors: Tensors) -> list[Part]:
+        """Return the tensors of each pattern that its codec accepts, and the others."""
         chosen: dict[str, dict[str, Tensor]] = {pattern: {} for pattern in self.codecs}
         others: dict[str, Tensor] = {}
         for name, t in tensors.items():
@@ -146,7 +149,7 @@ class ByName:
             accepted = pattern is not None and self.codecs[pattern].accepts(t.shape)
             (others if pattern is None or not accepted else chosen[pattern])[name] = t
         parts = [(f"codec {pattern}", self.codecs[pattern], some) for pattern, some in chosen.items()]
-        return (yield from average_parts(tensors, [*parts, ("rest", self.rest, others)], state, peers, reuse=reuse))
+        return [*parts, ("rest", self.rest, others)]
 
 
 def routed(codec: Codec) -> Codec:
@@ -155,7 +158,7 @@ def routed(codec: Codec) -> Codec:
 
 
 def average_parts(
-    tensors: Tensors, parts: Sequence[tuple[str, Codec, Tensors]], state: State, peers: Peers, *, reuse: bool
+    tensors: Tensors, parts: Sequence[Part], state: State, peers: Peers, *, reuse: bool
 ) -> Exchange[Averaged]:
     """Average parts of `tensors`, each through a codec of its own, whose state has the key that is given with it."""
     ends = yield from _in_shared_rounds(

@@ -10,7 +10,7 @@ Who owns what depends on names and shapes alone, never on the bucket: a resumed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from laconic.exchange import AllToAll, Exchange, Gather, Peers, State, Tensors
-from laconic.packing import known_shards, sizes_of
+from laconic.packing import known_shards
 
 
 class Rows(Protocol):
@@ -83,11 +83,3 @@ def reduce_in_shards(
         return shards.tensors(amount, tensors)
 
     return Reduced(shards.tensors(means, tensors), own)
-
-
-def bytes_in_shards(row: int, message: int, numels: Mapping[str, int], workers: int) -> int:
-    """Return the bytes that the first worker sends in `reduce_in_shards`, where a row becomes so long a message."""
-    rows = {name: -(-numel // row) for name, numel in numels.items() if numel}
-    sizes = [int(size) for size in sizes_of(rows, workers)]
-    sent_to_owners, gathered = sum(sizes[1:]), (workers - 1) * max(sizes)
-    return (sent_to_owners + gathered) * message

@@ -54,17 +54,32 @@ def in_pieces(
     another tensor, is averaged in a copy and written back.
     """
     tied = overlapping(tensors)
+    for piece, is_large in pieces(tensors, workers, large_bytes, piece_bytes, plain=shares is None):
+        yield _averaged(piece, is_large and tied.isdisjoint(piece), shares)
+
+
+def pieces(
+    tensors: Mapping[str, Tensor],
+    workers: int,
+    large_bytes: int = LARGE_BYTES,
+    piece_bytes: int | None = None,
+    plain: bool = True,
+) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    """Divide tensors into what one collective averages, and say whether that is a part of a large tensor.
+
+    `plain` means are sums where these are exact; weighted ones never are.
+    """
     for dtype in dict.fromkeys(t.dtype for t in tensors.values()):
-        plain = shares is None and sums_exactly(dtype, workers)
-        cap_bytes = piece_bytes or (EXACT_PIECE_BYTES if plain else WIDE_PIECE_BYTES)
+        as_sum = plain and sums_exactly(dtype, workers)
+        cap_bytes = piece_bytes or (EXACT_PIECE_BYTES if as_sum else WIDE_PIECE_BYTES)
         of_dtype = {name: t for name, t in tensors.items() if t.dtype == dtype}
         for name, t in of_dtype.items():
             if t.nbytes >= large_bytes:
                 for piece in cut(t, cap_bytes):
-                    yield _averaged({name: piece}, name not in tied, shares)
+                    yield {name: piece}, True
         small = {name: t for name, t in of_dtype.items() if 0 < t.nbytes < large_bytes}
         for names in in_buckets(small, cap_bytes):
-            yield _averaged({name: small[name] for name in names}, False, shares)
+            yield {name: small[name] for name in names}, False
 
 
 def _averaged(tensors: dict[str, Tensor], in_place: bool, shares: tuple[float, ...] | None) -> Exchange[Averaged]:

@@ -14,13 +14,17 @@ from laconic.plans.plan import Buffers, OptimizerState, Plan
 from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming
 from laconic.plans.topology import Groups, Topology, World
 
+Group: TypeAlias = int | Literal["machine"] | None
+"""Groups of so many workers, or the workers of one machine, which average gradients exactly at every step."""
 
-def ddp(dtype: Literal["bf16", "fp16"] | None = None) -> Plan:
+
+def ddp(dtype: Literal["bf16", "fp16"] | None = None, group: Group = None) -> Plan:
     """Average gradients exactly at every step, as DDP does; with a `dtype`, rounded to it, in half the bytes of fp32.
 
     >>> ddp("bf16")
     ddp(dtype='bf16')
     """
+    _check_no_group("ddp", group)
     return Plan() if dtype is None else Plan(codec=Cast(dtype))
 
 
@@ -42,6 +46,7 @@ def power_sgd(
     warm_start: bool = True,
     seed: int = 0,
     bytes: str | None = None,
+    group: Group = None,
 ) -> Plan:
     """Average gradients at every step, each matrix as two thin factors (PowerSGD, arXiv:1905.13727).
 
@@ -55,6 +60,7 @@ def power_sgd(
     >>> power_sgd(bytes="60x")
     power_sgd(bytes='60x')
     """
+    _check_no_group("power_sgd", group)
     if not isinstance(feedback, bool):
         raise ValueError(f"power_sgd(feedback={feedback!r}): feedback must be True or False.")
     if bytes is not None:
@@ -81,16 +87,14 @@ def power_sgd(
     return Plan(Every(1, start), ByShape(codec, rest))
 
 
-def quantized_ddp(bits: int = 4, block: int = 128, start: int = 1) -> Plan:
+def quantized_ddp(bits: int = 4, block: int = 128, start: int = 1, group: Group = None) -> Plan:
     """Average gradients at every step in few bits, with error feedback: 4 bits cost nothing measurable.
 
     >>> quantized_ddp().codec
     ErrorFeedback(codec=Quantized(bits=4))
     """
+    _check_no_group("quantized_ddp", group)
     return Plan(Every(1, start), ErrorFeedback(Quantized(bits, block)))
-
-
-Group: TypeAlias = int | Literal["machine"] | None
 
 
 def post_local_sgd(
@@ -185,6 +189,7 @@ def sparse_loco(
     decay: float = 0.95,
     lr: float = 1.0,
     start: int = 1,
+    group: Group = None,
     buffers: Buffers = "average",
     optimizer_state: OptimizerState = "keep",
 ) -> Plan:
@@ -193,10 +198,12 @@ def sparse_loco(
     Dense deltas in 1 or 2 bits keep as much of the training or more at the same bytes (docs/quality.md).
     """
     codec = ByShape(ErrorFeedback(TopK(fraction, bits=2), decay=decay), rest=ErrorFeedback(Quantized(4)))
-    return Plan(Every(period, start, "weights"), codec, Nesterov(lr, 0.0), World(), buffers, optimizer_state)
+    return Plan(Every(period, start, "weights"), codec, Nesterov(lr, 0.0), _topology(group), buffers, optimizer_state)
 
 
-def demo(fraction: float = 0.03, bits: int | None = 4, decay: float = 0.999, chunk: int = 64) -> Plan:
+def demo(
+    fraction: float = 0.03, bits: int | None = 4, decay: float = 0.999, chunk: int = 64, group: Group = None
+) -> Plan:
     """Keep momentum on each worker, and average its largest DCT coefficients at every step (DeMo, arXiv:2411.19870).
 
     For `laconic.optim.DeMo`, which steps by the sign of what is delivered. The momentum is the residual: it is
@@ -205,10 +212,11 @@ def demo(fraction: float = 0.03, bits: int | None = 4, decay: float = 0.999, chu
     >>> demo().codec
     ErrorFeedback(codec=TopDCT(fraction=0.03), decay=0.999)
     """
+    _check_no_group("demo", group)
     return Plan(Every(1), ErrorFeedback(TopDCT(fraction, chunk, bits), decay=decay))
 
 
-def frugal(bytes: str = "60x", start: int = 1, delay: int = 0) -> Plan:
+def frugal(bytes: str = "60x", start: int = 1, delay: int = 0, group: Group = None) -> Plan:
     """Return the plan that sends at least so many times fewer bytes than `ddp()` in fp32, on any model.
 
     `attach` chooses it from the model's shapes and buffers and the kind of optimizer: gradients in 8 or 4 bits up to
@@ -217,17 +225,30 @@ def frugal(bytes: str = "60x", start: int = 1, delay: int = 0) -> Plan:
     has the rule and what it keeps of trainings of many kinds. From "16x" on a fragment may take effect `delay` steps
     after it was sent: its time on the link is then hidden behind these steps. Such plans send deltas alone.
 
+    With `group`, such as "machine", the workers of a group average gradients at every step, and weight deltas go
+    between the groups. The target is then for what a group sends to the others.
+
     >>> frugal("30x")
     frugal(bytes='30x')
     """
     from laconic.plans.rules import frugal_target  # rules.py imports this file
 
-    return frugal_target(bytes, start, delay)
+    return frugal_target(bytes, start, delay, _topology(group))
 
 
 def few_bit_deltas() -> Codec:
     """Return the codec of weight deltas that costs nothing beside exact ones."""
     return ErrorFeedback(Quantized(2))
+
+
+def _check_no_group(method: str, group: Group) -> None:
+    """Refuse groups for a method that averages gradients: its codec would have to know two levels."""
+    if group is not None:
+        raise ValueError(
+            f"{method}(group={group!r}): it averages gradients among all workers, not between groups. Use "
+            f"frugal(group={group!r}) or diloco(group={group!r}), which send weights between groups. Or shard the "
+            f"model inside each machine with FSDP2 (HSDP, docs/sharded.md): {method}() then encodes what machines send."
+        )
 
 
 def _topology(group: Group) -> Topology:

@@ -21,6 +21,7 @@ from laconic.plans.methods import frugal, power_sgd, quantized_ddp
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Every, Streaming
 from laconic.plans.targets import ModelFacts, TargetPlan, width_of
+from laconic.plans.topology import Topology, World
 from laconic.values import call
 
 LEAST_RANK, LEAST_SHARE, LEAST_SHARE_OF_WIDE = 4, 1 / 20, 1 / 6
@@ -31,18 +32,18 @@ THIN_BLOCK = 256
 """As many numbers share a scale in 1 bit: small tensors are padded to whole blocks."""
 
 
-def frugal_target(bytes: str, start: int, delay: int) -> Plan:
+def frugal_target(bytes: str, start: int, delay: int, topology: Topology) -> Plan:
     """Return `frugal`, to be resolved."""
     times = _times("frugal", bytes)
-    choose = partial(frugal_on, times=times, start=start, delay=delay)
+    choose = partial(frugal_on, times=times, start=start, delay=delay, topology=topology)
     if delay and _least_period(times) == 1:
         raise ValueError(
             f"frugal(bytes={bytes!r}, delay={delay!r}): what is sent whole at every step cannot be late. "
             'Use delay=0, or from "16x" on, where each step sends a fragment.'
         )
     like = choose(_LARGE_MATRIX)
-    given = _call(frugal, bytes, {"start": start, "delay": delay})
-    return TargetPlan(like.schedule, like.codec, call=given, choose=choose)
+    given = _call(frugal, bytes, {"start": start, "delay": delay, "group": topology.inner})
+    return TargetPlan(like.schedule, like.codec, topology=like.topology, call=given, choose=choose)
 
 
 def power_sgd_target(bytes: str, options: Mapping[str, Any]) -> Plan:
@@ -53,25 +54,29 @@ def power_sgd_target(bytes: str, options: Mapping[str, Any]) -> Plan:
     return TargetPlan(like.schedule, like.codec, call=_call(power_sgd, bytes, options), choose=choose)
 
 
-def frugal_on(facts: ModelFacts, times: float, start: int = 1, delay: int = 0) -> Plan:
+def frugal_on(
+    facts: ModelFacts, times: float, start: int = 1, delay: int = 0, topology: Topology | None = None
+) -> Plan:
     """Return what `frugal` becomes on a model: the rule of docs/quality.md.
 
     It must send at least `times` times fewer bytes than `ddp()` on every model, as `facts.bytes_of` counts them.
     """
-    # 1. Gradients, if few bits are enough.
-    for bits in (8, 4) if not delay else ():
+    # 1. Gradients, if few bits are enough. With groups, only weights go between them.
+    topology = topology or World()
+    gradients = not delay and topology.inner is None
+    for bits in (8, 4) if gradients else ():
         plan = quantized_ddp(bits, start=start)
         if facts.times(plan) >= times:
             return plan
     # 2. Gradients of low rank, if the rank is high enough. Averaged steps lose more: each worker's Adam or Muon scales
     # a step by the noise of its own gradients, and under SGD workers part.
     width = width_of(facts.tensors)
-    if not delay:
+    if gradients:
         rank = largest_rank(facts, times, start=start)
         if rank >= max(LEAST_RANK, width * (LEAST_SHARE if width < WIDE else LEAST_SHARE_OF_WIDE)):
             return power_sgd(rank, start=start)
     # 3. Of thin matrices, such as LoRA's, gradients in 2 bits or 1.
-    if not delay and width < WIDE and "sgd" not in facts.optimizers:
+    if gradients and width < WIDE and "sgd" not in facts.optimizers:
         for plan in (quantized_ddp(2, start=start), quantized_ddp(1, THIN_BLOCK, start)):
             if facts.times(plan) >= times:
                 return plan
@@ -80,8 +85,8 @@ def frugal_on(facts: ModelFacts, times: float, start: int = 1, delay: int = 0) -
 
     def of_period(period: int) -> Plan:
         if period == 1:
-            return Plan(Every(1, start, of="weights"), codec)
-        return Plan(Streaming(period, min(period, 4), delay, start=start), codec)
+            return Plan(Every(1, start, of="weights"), codec, topology=topology)
+        return Plan(Streaming(period, min(period, 4), delay, start=start), codec, topology=topology)
 
     return shortest(of_period, facts, times, _least_period(times))
 

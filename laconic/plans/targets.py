@@ -61,7 +61,7 @@ class TargetPlan(Plan):
     def resolved(self, facts: ModelFacts) -> Plan:
         """Return the plan that meets the target on this model."""
         if facts.ddp_bytes == 0:  # nothing is trained
-            return Plan(self.schedule, self.codec)
+            return Plan(self.schedule, self.codec, topology=self.topology)
         return self.choose(facts)
 
     def __repr__(self) -> str:

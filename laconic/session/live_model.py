@@ -21,6 +21,7 @@ from laconic.checks.agreement import Facts, parameter_facts
 from laconic.checks.digests import differences
 from laconic.codecs import Exact
 from laconic.comm.averaging import average_in_place, write
+from laconic.comm.groups import workers_on_this_machine
 from laconic.comm.queue import CollectiveQueue
 from laconic.cost import facts_of
 from laconic.exchange import Exchange, First, Mean, Peers, State, all_finite
@@ -366,7 +367,8 @@ def facts_of_model(model: nn.Module, optimizers: Iterable[Optimizer], workers: i
     """Return what a target of bytes is resolved from; of a sharded tensor, the shape of its first, largest shard."""
     trained = {name: _shape(p) for name, p in _by_name(model.named_parameters()).items() if p.requires_grad}
     buffers = {name: _shape(b) for name, b in _by_name(model.named_buffers()).items()}
-    return facts_of(trained, workers, buffers, sorted({_kind(each) for each in optimizers}))
+    kinds = sorted({_kind(each) for each in optimizers})
+    return facts_of(trained, workers, buffers, kinds, workers_on_this_machine(workers))
 
 
 def _shape(t: Tensor) -> Tensor:

@@ -7,8 +7,6 @@ import platform
 import socket
 from pathlib import Path
 
-import torch
-
 import laconic
 
 
@@ -26,4 +24,6 @@ def host_id() -> str:
 
 def versions() -> dict[str, str]:
     """The versions that results depend on, and that must fit together."""
+    import torch  # which takes a second or more
+
     return {"laconic": laconic.__version__, "torch": str(torch.__version__), "python": platform.python_version()}

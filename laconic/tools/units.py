@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from laconic.tools.errors import UsageError
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([^\d\s]*)")
+_NUMBER = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\d\s.]*)")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ DURATION = Quantity(
     "a duration of more than 0, such as 250ms, 1.5s, 38min or 12h",
 )
 BYTES = Quantity(
-    {f"{text}{unit}": value for scale, value in _SCALES.items() for text in (scale, scale.upper()) for unit in "bB"},
+    {f"{text}{unit}": value for scale, value in _SCALES.items() for text in (scale, scale.upper()) for unit in "bB"}
+    | {f"{scale}iB": 2.0 ** (10 * power) for power, scale in enumerate("KMGT", 1)},
     "an amount of more than 0, such as 500MB or 2TB",
 )
 RATE = Quantity(
@@ -56,6 +57,10 @@ def parse(text: str, unit: Quantity, option: str) -> float:
 
     >>> parse("250ms", DURATION, "--step"), parse("1.5GB", BYTES, "--budget"), parse("350M", COUNT, "--parameters")
     (0.25, 1500000000.0, 350000000.0)
+    >>> [parse(text, DURATION, "--step") for text in (".8s", "8.e-1s", "8E+2 ms")]
+    [0.8, 0.8, 0.8]
+    >>> parse("2GiB", BYTES, "--budget")
+    2147483648.0
     >>> parse("6MB/s", RATE, "--link")
     48000000.0
     >>> parse("fast", RATE, "--link")

@@ -1,8 +1,10 @@
 """Mistakes: one paragraph on stderr, exit code 2, no traceback, no worker started."""
 
 import pytest
+import typer
 
 import laconic
+from laconic.cli.main import COMMANDS, make_app
 
 
 @pytest.mark.parametrize(
@@ -74,11 +76,28 @@ def test_version(here):
 def test_help_names_the_commands(here):
     ended = here("--help")
     assert ended.code == 0
-    assert "compare" in ended.out
+    for name, command in typer.main.get_command(make_app(*COMMANDS)).commands.items():  # type: ignore[attr-defined]
+        assert f" {name} " in ended.out
+        assert command.help.partition("\n")[0] == COMMANDS[name]
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["plan", "--help"], []])
+def test_what_only_describes_the_command_needs_no_torch(outside, arguments):
+    code = """
+import sys
+from laconic.cli.main import main
+try:
+    main()
+except SystemExit as end:
+    heavy = {"torch", "numpy", "laconic.public"} & set(sys.modules)
+    sys.exit(f"{end.code} {heavy or 'light'}")
+"""
+    ended = outside("-c", code, *arguments)
+    assert ended.err.strip() in ("0 light", "2 light"), ended
 
 
 def test_the_library_itself_needs_neither_typer_nor_rich_and_prints_nothing(outside):
     rooms = "{'typer', 'rich', 'laconic.cli', 'laconic.tools.compare'}"
-    code = f"import sys, laconic; sys.exit(bool({rooms} & set(sys.modules)))"
+    code = f"import sys, laconic; laconic.attach; sys.exit(bool({rooms} & set(sys.modules)))"
     ended = outside("-W", "error", "-c", code)
     assert (ended.code, ended.out, ended.err) == (0, "", "")

@@ -5,12 +5,17 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from rich.console import Console
 
-from laconic.cli.plan import forecast_tables
+from laconic.cli import plan
+from laconic.cli.forecast import forecast_tables
+from laconic.cli.plan import Optimizer
+from laconic.plans.targets import Kind
 from laconic.tools.launch.links import link as parse_link
+from laconic.tools.planner import quality
 from laconic.tools.planner.forecast import Forecast
 from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.network import ComputedNetwork
@@ -20,13 +25,13 @@ from tests.tools.planner.test_probe_data import PROBE
 
 MODEL = ["plan", "--parameters", "30846720"]
 BASE = [*MODEL, "--workers", "4", "--link", "992.6mbit", "--step", "25.2ms"]
-TWO = [*BASE, "--plan", "diloco(period=8)", "--plan", "ddp()"]
+TWO = [*BASE, "--plan", "diloco(period=8, momentum=0.9)", "--plan", "ddp()"]
 
 
 def test_json(here):
     found = json.loads(here(*TWO, "--json").out)
     local, ddp = found["rows"]
-    assert (local["plan"], ddp["plan"]) == ("diloco(period=8)", "ddp()")
+    assert (local["plan"], ddp["plan"]) == ("diloco(period=8, momentum=0.9)", "ddp()")
     assert ddp["sent_bytes_per_step"] == 1.5 * 4 * 30_846_720
     assert ddp["step_s"] == pytest.approx(0.0252 + 1.4752, rel=0.01)
     assert ddp["utilisation"] == pytest.approx(0.0252 / ddp["step_s"])
@@ -43,11 +48,15 @@ def test_layers_and_needs(here):
     assert row["sent_bytes_per_step"] == 4 * 10**9
 
 
-def test_table_and_budget(here, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
+def test_table_and_budget(here):
     out = here(*BASE, "--budget", "5TB").out
-    for part in ("power_sgd(rank=32, bits=4)", "break-even", "budget", "yes", "no", "Use "):
+    for part in ("power_sgd(rank=32, bits=4)", "budget", "yes", "no"):
         assert part in out
+    assert out.startswith("Use ") and "break-even" not in out  # the advice is first, and details need --all
+    assert "frugal(bytes='60x') is" not in out
+    whole = here(*BASE, "--all").out
+    assert "break-even" in whole and "frugal(bytes='60x') is streaming_diloco(" in whole
+    assert {row["resolved"] for row in json.loads(here(*BASE, "--json").out)["rows"]} > {"ddp()", "diloco(period=16)"}
 
 
 def test_noise(here):
@@ -60,16 +69,16 @@ def test_noise(here):
         assert ended.code == 2 and "it must be 0 or more, such as 3.5" in ended.err
 
 
-@pytest.mark.parametrize(("width", "tables"), [(80, 2), (135, 1)])
-def test_a_narrow_terminal_shows_every_plan(width, tables):
+@pytest.mark.parametrize(("width", "all_columns", "tables"), [(70, False, 1), (80, True, 3), (165, True, 1)])
+def test_a_narrow_terminal_shows_every_plan(width, all_columns, tables):
     scenario = Scenario(from_count(2_000_000), 8, ComputedNetwork(parse_link("1gbit")), 0.25)
-    found = forecast_tables(Forecast(PLANS, scenario), width)
+    found = forecast_tables(Forecast(PLANS, scenario), width, all_columns=all_columns)
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(*found)
     text = console.export_text()
     assert len(found) == tables and "…" not in text
-    for plan in PLANS:
-        assert text.count(repr(plan).split("(")[0]) >= tables
+    for each in PLANS:
+        assert text.count(repr(each).split("(")[0]) >= tables
 
 
 def test_what_a_probe_has_not_measured_is_said(here, tmp_path):
@@ -102,7 +111,8 @@ def test_what_a_probe_has_not_measured_is_said(here, tmp_path):
         ([*BASE, "--plan", "auto"], "--plan auto: it measures a training and then chooses"),
         ([*BASE, "--model", "a:b"], "--model and --parameters: one model is enough"),
         ([*BASE, "--plan", "gossip()"], "gossip"),
-        ([*BASE, "--plan", "post_local_sgd(group='machine')"], "how many workers a machine has"),
+        ([*BASE, "--plan", "post_local_sgd(group='machine')"], 'as in --link "4 @ 100GB/s, 2 @ 1gbit".'),
+        ([*BASE, "--plan", "power_sgd(group=2)"], "Use frugal(group=2) or diloco(group=2), which send weights between"),
         ([*BASE, "--probe", "no/such.json"], "--probe no/such.json"),
         ([*BASE, "--link", "2 @ 1gbit, 3 @ 1gbit"], "2 x 3 = 6 workers, and 4 were asked for"),
     ],
@@ -124,3 +134,44 @@ def test_adapters_that_need_no_compression(here):
 def test_one_parameter_is_a_model(here):
     ended = here("plan", "--parameters", "1", "--link", "1gbit", "--workers", "4", "--step", "250ms")
     assert ended.code == 0 and "Do not compress" in ended.out
+
+
+LEVELS = ["plan", "--parameters", "350M", "--workers", "8", "--link", "4 @ 100GB/s, 2 @ 1Gb/s", "--step", "250ms"]
+
+
+def test_links_of_two_levels(here):
+    found = json.loads(here(*LEVELS, "--json").out)
+    rows = {row["plan"]: row for row in found["rows"]}
+    assert found["workers_sharing_a_link"] == 4
+    grouped = rows["diloco(period=16, group='machine')"]
+    # Gradients stay inside the machine: only deltas go over the link that four workers share.
+    assert grouped["sent_bytes_by_level"].keys() == {"groups of 4", "world"}
+    inside, between = grouped["sent_bytes_by_level"].values()
+    assert (inside if inside > between else between) == 1.5 * 4 * 350_000_000
+    assert grouped["link_bytes_per_step"] < grouped["sent_bytes_per_step"] / 50
+    flat = rows["diloco(period=16)"]
+    assert grouped["link_bytes_per_step"] == flat["link_bytes_per_step"]
+    assert grouped["kept"] == flat["kept"] and grouped["steps_factor"] < flat["steps_factor"]
+    assert rows["ddp()"]["link_bytes_per_step"] == rows["ddp()"]["sent_bytes_per_step"]  # a ring leaves a machine once
+    for times in (30, 60, 120):
+        row = rows[f"frugal(bytes='{times}x', group='machine')"]
+        headers = 1000  # which the target leaves out
+        assert row["link_bytes_per_step"] <= rows["ddp()"]["link_bytes_per_step"] / times + headers
+        assert "group='machine'" in row["resolved"]
+    out = here(*LEVELS).out
+    assert "what 4 workers send together over the slowest link" in out
+    assert "counts as one worker with so many times the batch" in out
+
+
+def test_groups_that_act_as_one_worker(here):
+    noisy = [*LEVELS, "--plan", "diloco(period=16, group='machine')", "--plan", "diloco(period=16, group=8)"]
+    rows = json.loads(here(*noisy, "--noise", "16", "--json").out)["rows"]
+    alone = ["plan", "--parameters", "350M", "--workers", "2", "--link", "1Gb/s", "--step", "250ms", "--noise", "4"]
+    (two,) = json.loads(here(*alone, "--plan", "diloco(period=16)", "--json").out)["rows"]
+    assert rows[0]["kept"] == two["kept"] and rows[0]["steps_factor"] == two["steps_factor"]
+    assert (rows[1]["kept"], rows[1]["steps_factor"]) == (1, 1)  # all average gradients at every step
+
+
+def test_the_options_are_those_of_the_planner():
+    assert get_args(Optimizer) == get_args(Kind)
+    assert plan.STEPS == quality.STEPS

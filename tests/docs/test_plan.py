@@ -10,15 +10,17 @@ import pytest
 import typer
 
 import laconic
-from laconic.cli.main import app
+from laconic.cli.main import COMMANDS as NAMES
+from laconic.cli.main import make_app
 from laconic.tools.launch.links import link
 from laconic.tools.planner.forecast import Forecast
 from laconic.tools.planner.network import ComputedNetwork
 from laconic.tools.planner.predict import Scenario
 from laconic.tools.planner.shapes import from_count
+from tests.docs import tables
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = typer.main.get_command(make_app(*NAMES)).commands  # type: ignore[attr-defined]
 
 
 def test_commands_parse():
@@ -44,17 +46,28 @@ def test_keys_of_the_table_exist():
     assert len(keys) > 10 and keys <= set(row)
 
 
-@pytest.mark.nightly
+def test_the_page_for_choosing_shows_what_is_printed():
+    page = tables.PAGE.read_text()
+    assert page == tables.with_tables(page), "python -m tests.docs.tables writes it"
+
+
+def test_pages_name_one_plan_for_two_machines():
+    """The command to paste is on one page, which names the plan that it prints; the others lead there."""
+    best = tables.machines_table().partition("Use ")[2].partition(":")[0]
+    typed = re.findall(r'Type the plan of the first line: `laconic.attach\("([^"]+)"', tables.PAGE.read_text())
+    assert [laconic.plan(text) for text in typed] == [laconic.plan(best)]
+    for name in ("plan.md", "clusters.md"):
+        assert "choosing.md#machines-with-several-gpus" in (tables.PAGE.parent / name).read_text()
+
+
 def test_the_readmes_table_of_links():
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    rows = re.findall(r"^\| ([\d.]+) ([GM]bit)/s \| `([^`]+)`[^|]*\| ?([^|]*)\|$", readme, re.M)
-    assert len(rows) == 5
-    for rate, unit, plan, claim in rows:
-        plans = [laconic.plan(text) for text in ("ddp()", "quantized_ddp(bits=4)", "power_sgd()")]
-        network = ComputedNetwork(link(f"{rate}{unit.lower()}", 8))
-        forecast = Forecast(plans, Scenario(from_count(350_000_000), 8, network, 0.25))
+    rows = re.findall(r"^\| ([\d.]+ [GM]bit/s) \| `([^`]+)`[^|]*\| ?([^|]*)\|$", readme, re.M)
+    assert rows or "Which plan for which link" not in readme
+    for rate, plan, claim in rows:
+        forecast = tables.link_forecast(rate)
         best = forecast.ranked[0]
         assert best.plan == laconic.plan(plan)
         if claim:
             sooner = (best.sooner_than(forecast.ddp), best.sooner_than(forecast.alone))
-            assert re.findall(r"[\d.]+(?= times)", claim) == [f"{value:.1f}" for value in sooner]
+            assert [float(x) for x in re.findall(r"[\d.]+(?= times)", claim)] == pytest.approx(sooner, rel=0.1)

@@ -10,7 +10,7 @@ import torch
 import typer
 
 from laconic import ddp
-from laconic.cli.main import app
+from laconic.cli.main import make_app
 from laconic.tools.simulate.tasks import SimulatedTask
 from laconic.tools.simulate.training import SimulatedRun, Training
 
@@ -22,7 +22,7 @@ def _blocks(language: str) -> list[str]:
 
 
 def test_commands_parse():
-    simulate = typer.main.get_command(app).commands["simulate"]  # type: ignore[attr-defined]
+    simulate = typer.main.get_command(make_app("simulate")).commands["simulate"]  # type: ignore[attr-defined]
     lines = [line for block in _blocks("bash") for line in block.splitlines()]
     assert lines
     for line in lines:

@@ -225,7 +225,8 @@ RULES = {
     "power_sgd": "'power_sgd': power_sgd must be a call. Write power_sgd().",
     "power_sgd(ranks=2)": (
         "'power_sgd(ranks=2)': power_sgd: got an unexpected keyword argument 'ranks'. It is power_sgd(rank=None, "
-        "bits=4, start=1, min_compression=2, rounds='two', feedback=True, warm_start=True, seed=0, bytes=None)."
+        "bits=4, start=1, min_compression=2, rounds='two', feedback=True, warm_start=True, seed=0, bytes=None, "
+        "group=None)."
     ),
     "Plan(Codec=Exact())": (
         "'Plan(Codec=Exact())': Plan: got an unexpected keyword argument 'Codec'. "

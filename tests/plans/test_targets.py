@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import pytest
 import torch
@@ -11,16 +12,12 @@ from torch import nn
 import laconic
 from laconic import (
     ByShape,
-    Cast,
-    Codec,
     ErrorFeedback,
     Every,
-    Exact,
-    LowRank,
+    Groups,
     Plan,
     Quantized,
     Streaming,
-    TopK,
     ddp,
     frugal,
     power_sgd,
@@ -28,9 +25,9 @@ from laconic import (
     sent_bytes,
     streaming_diloco,
 )
-from laconic.cost import Named, facts_of, quick_bytes
+from laconic.cost import Named, cycle_of, facts_of, planned
+from laconic.ledger import crossing_bytes
 from laconic.plans.plan import Plan as PlanClass
-from laconic.plans.schedules import Schedule
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -183,36 +180,6 @@ def test_what_any_rank_reaches_sends_all_in_few_bits() -> None:
     assert facts.times(power_sgd(bytes="7x").resolved(facts)) == facts.times(quantized_ddp(4))
 
 
-CODECS: list[Codec] = [
-    Exact(),
-    Cast("bf16"),
-    ErrorFeedback(Quantized(8)),
-    ErrorFeedback(Quantized(4)),
-    ErrorFeedback(Quantized(2, block=64)),
-    ErrorFeedback(Quantized(1, block=4096)),
-    power_sgd(3).codec,
-    power_sgd(3, bits=None).codec,
-    power_sgd(40, bits=2, min_compression=0.5).codec,
-    power_sgd(3, rounds="alternating").codec,
-    ErrorFeedback(ByShape(LowRank(2), Quantized(4))),
-    ByShape(ErrorFeedback(TopK(0.06, chunk=1024, bits=2)), rest=ErrorFeedback(Quantized(4))),
-]
-SCHEDULES: list[Schedule] = [Every(1), Every(1, of="weights"), Every(3), Streaming(5, 4, delay=1)]
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_the_formula_of_bytes_is_the_run_of_the_codec(codec: Codec) -> None:
-    small = nn.Sequential(nn.Conv2d(16, 24, 3), nn.BatchNorm2d(24), nn.Linear(70, 129))
-    narrow = {"m": torch.empty(90, 50, dtype=torch.bfloat16), "b": torch.empty(50, dtype=torch.bfloat16)}
-    models: tuple[nn.Module | dict[str, torch.Tensor], ...] = (small, narrow)
-    cases = [(workers, at, model) for workers, at in zip((2, 3, 4, 7), SCHEDULES, strict=True) for model in models]
-    for workers, schedule, model in cases[CODECS.index(codec) % 4 :: 4]:
-        facts, plan = facts_of(model, workers), Plan(schedule, codec)
-        quick = quick_bytes(plan, facts.tensors, facts.buffers, workers)
-        # Requests of several codecs are joined, and each sends a whole number of bytes.
-        assert quick == pytest.approx(sent_bytes(plan, model, workers), abs=2), schedule
-
-
 def test_buffers_count_in_rounds_of_weights() -> None:
     model = _mostly_buffers()
     exact = sent_bytes(Plan(Every(4)), model)
@@ -227,3 +194,43 @@ def test_buffers_count_in_rounds_of_weights() -> None:
 def test_a_target_is_a_number_of_times(bytes: object) -> None:
     with pytest.raises(ValueError, match=r"frugal\(bytes=.*\): write how many times fewer bytes than DDP"):
         frugal(bytes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("group", [2, 4, "machine"])
+def test_with_groups_the_target_is_for_what_a_group_sends(group: Literal["machine"] | int) -> None:
+    model, size = MODELS["matrices and vectors"], 4 if group == "machine" else group
+    assert isinstance(size, int)
+    facts = facts_of(model, 8, machine=4)
+    for text in ("2x", "16x", "60x", "121x"):
+        plan = frugal(text, group=group).resolved(facts)
+        assert plan.topology == Groups(group) and plan.local  # never gradients between groups
+        assert laconic.plan(repr(plan)) == plan
+        # All but the first `size` workers get what these send: each to each in an all_to_all, a ring for the rest.
+        deltas = [each for one in planned(plan, facts.tensors, 8, machine=4) for each in one.collectives]
+        between = [each for each in deltas if each.workers == 8]
+        crossing = sum(crossing_bytes(each.op, each.payload_bytes, 8, size) for each in between) / cycle_of(plan)
+        assert facts.times(plan) == facts.ddp_bytes / crossing >= float(text[:-1])
+    alike = facts_of(model, 8, machine=2)
+    assert frugal("60x", group=2).resolved(alike).schedule == frugal("60x", group="machine").resolved(alike).schedule
+
+
+def test_a_target_with_groups_prints_as_it_was_called() -> None:
+    plan = frugal("60x", delay=1, group="machine")
+    assert repr(plan) == "frugal(bytes='60x', delay=1, group='machine')"
+    assert laconic.plan(repr(plan)) == plan != frugal("60x", delay=1)
+    assert plan.resolved(facts_of({}, 2)).topology == Groups("machine")
+    with pytest.raises(ValueError, match=r"tell how many workers a machine has, as in machine=4"):
+        sent_bytes(plan, MODELS["LoRA"], 4)
+    assert sent_bytes(plan, MODELS["LoRA"], 4, machine=2) > 0
+
+
+@pytest.mark.parametrize("method", [power_sgd, quantized_ddp, laconic.demo, laconic.ddp])
+def test_methods_that_average_gradients_refuse_groups(method: Callable[..., Plan]) -> None:
+    name = method.__name__
+    with pytest.raises(ValueError) as error:
+        method(group="machine")
+    assert str(error.value) == (
+        f"{name}(group='machine'): it averages gradients among all workers, not between groups. Use "
+        "frugal(group='machine') or diloco(group='machine'), which send weights between groups. Or shard the model "
+        f"inside each machine with FSDP2 (HSDP, docs/sharded.md): {name}() then encodes what machines send."
+    )

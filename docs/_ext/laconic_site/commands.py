@@ -16,9 +16,9 @@ from laconic_site.keywords import Option
 
 def commands() -> dict[str, Any]:
     """Return the subcommands of `laconic` by name."""
-    from laconic.cli.main import app
+    from laconic.cli.main import COMMANDS, make_app
 
-    found: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    found: dict[str, Any] = typer.main.get_command(make_app(*COMMANDS)).commands  # type: ignore[attr-defined]
     return found
 
 

@@ -11,7 +11,7 @@ from laconic_site.glossary import Term, pattern_of
 from laconic_site.names import Definition, Source
 from laconic_site.usages import Usage, exercising
 
-PUBLIC = ("laconic", "laconic.comm", "laconic.checkpoint", "laconic.elastic")
+PUBLIC = ("laconic.public", "laconic.comm", "laconic.checkpoint", "laconic.elastic")
 """The modules whose `__all__` is public; those of the twin and of the integrations are, too."""
 _WEAK = ("log", "changelog")
 """Pages that tell what happened, and come last among those that explain."""

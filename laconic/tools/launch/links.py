@@ -12,9 +12,6 @@ import time
 from dataclasses import dataclass
 from math import prod
 
-import torch
-import torch.distributed as dist
-
 from laconic.tools.errors import UsageError
 from laconic.tools.units import RATE, counted, parse, rate_text
 
@@ -55,6 +52,17 @@ class Link:
         """The rate of the slowest level that traffic crosses."""
         crossed = [level.rate_bps for level in self.levels if level.count > 1]
         return min(crossed, default=self.levels[0].rate_bps)
+
+    @property
+    def sharing(self) -> int:
+        """How many neighbouring workers share one of the slowest links.
+
+        >>> link("8 @ 300GB/s, 4 @ 1Gb/s").sharing, link("1gbit", workers=4).sharing
+        (8, 1)
+        """
+        crossed = [index for index, level in enumerate(self.levels) if level.count > 1]
+        slowest = min(reversed(crossed), key=lambda index: self.levels[index].rate_bps, default=0)
+        return prod(level.count for level in self.levels[:slowest])
 
     def inside(self, workers: int) -> Link:
         """The innermost levels that a group of `workers` neighbours uses.
@@ -124,6 +132,9 @@ def measure_link(worker: int, workers: int) -> tuple[float, float]:
 
 def _round_trip_s(following: int, previous: int, size: int) -> float:
     """Return the seconds until `size` bytes came back from the next worker."""
+    import torch  # which takes a second or more, and links are parsed without it
+    import torch.distributed as dist
+
     sent, received, returned = torch.zeros(3, size, dtype=torch.uint8)
     dist.barrier()
     start = time.perf_counter()

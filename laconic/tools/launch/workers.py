@@ -25,8 +25,6 @@ from pathlib import Path
 from types import FrameType
 from uuid import uuid4
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from laconic.tools.errors import UsageError, check_count
 from laconic.tools.launch.failures import killed_by, log_file, worker_error
 from laconic.tools.launch.folders import RUN_VARIABLE
@@ -168,6 +166,8 @@ def started(
     grace_s: float = GRACE_S,
 ) -> Iterator[list[Worker]]:
     """Start a command on each worker; at the end of the block, end those that still run, after `grace_s` by force."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch takes a second or more
+
     hosts = None if network is None else network.hosts
     store, running, run_id = None, [], uuid4().hex
     if hosts is None:  # it outlives the workers, as torchrun's does; on hosts, worker 0 opens one

@@ -44,7 +44,8 @@ class Forecast:
             "rate_bps": s.network.rate_bps,
             "compute_s": s.compute_s,
             "noise": s.noise,
-            "gain": s.gain,
+            "gain": s.gain(),
+            "workers_sharing_a_link": s.sharing,
             "steps": s.steps,
             "optimizers": list(s.optimizers),
             "rows": [self._row(each, budget_bytes) for each in self.rows],
@@ -55,7 +56,9 @@ class Forecast:
         low, high = each.interval_s
         row: dict[str, Any] = {
             "plan": repr(each.plan),
+            "resolved": repr(each.resolved),
             "sent_bytes_per_step": each.sent_bytes_per_step,
+            "link_bytes_per_step": each.link_bytes_per_step,
             "sent_bytes_by_level": each.sent_bytes_by_level,
             "rounds_per_step": each.rounds_per_step,
             "bytes_a_day": each.bytes_a_day,
@@ -85,10 +88,10 @@ class Forecast:
     def advice(self) -> str:
         """One sentence: which plan to use, or none, and why."""
         s = self.scenario
-        if s.noise is not None and s.gain < LEAST_WORTH:
+        if s.noise is not None and s.gain() < LEAST_WORTH:
             return (
-                f"Train by alone(): under a noise of {s.noise:.3g}, {s.workers} workers are worth at most {s.gain:.2f} "
-                "that train by themselves, whatever they send. Smaller batches make better use of them."
+                f"Train by alone(): under a noise of {s.noise:.3g}, {s.workers} workers are worth at most "
+                f"{s.gain():.2f} that train by themselves, whatever they send. Smaller batches make better use of them."
             )
         known = [each for each in self.rows if each.loss_s is not None and each.plan not in (ddp(), alone())]
         best = max(known, key=lambda each: each.sooner_than(self.ddp) or 0.0, default=None)
@@ -108,7 +111,7 @@ class Forecast:
         factor = best.steps_factor or 1.0
         more = "" if factor < 1.005 else f" It needs {factor:.2f} times as many steps, for it keeps {share(best.kept)}."
         rate = best.break_even_bps(self.ddp)
-        until = "" if rate is None else f" On links faster than {rate_text(rate, digits=2)}, do not compress."
+        until = "" if rate is None else f" On links faster than {rate_text(rate, digits=3)}, do not compress."
         return (
             f"Use {best.plan}: it reaches the same loss {sooner:.1f} times sooner than ddp() and {than_alone:.1f} "
             f"times sooner than alone(); {busy}, under it {share(best.now.utilisation)}.{more}{until}"

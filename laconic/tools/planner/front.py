@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from laconic.plans.methods import ddp, diloco, frugal, power_sgd, quantized_ddp
+from laconic.plans.methods import Group, ddp, diloco, frugal, power_sgd, quantized_ddp
 from laconic.plans.plan import Plan
 
 PLANS: tuple[Plan, ...] = (
@@ -18,3 +18,9 @@ PLANS: tuple[Plan, ...] = (
     diloco(period=16),
 )
 """What each keeps of a training is predicted by `quality.py`."""
+
+
+def plans_of(group: Group) -> tuple[Plan, ...]:
+    """Return the front; where workers share links in groups, with its local plans between these groups, too."""
+    between = (*(frugal(each, group=group) for each in ("30x", "60x", "120x")), diloco(period=16, group=group))
+    return PLANS if group is None else (*PLANS, *between)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from laconic import alone, attach
 from laconic.codecs.routing import routed
 from laconic.comm.averaging import write
 from laconic.comm.groups import Levels
@@ -30,8 +29,10 @@ from laconic.exchange import (
 )
 from laconic.ledger import Ledger, wire_bytes
 from laconic.packing import bucketed, in_parts, pack, unpack
+from laconic.plans.methods import alone
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Streaming
+from laconic.session.attach import attach
 from laconic.tools.machine import host_id
 from laconic.tools.planner.probe_data import MACHINE, WORLD, CodecTiming, StepTiming, Timing
 

@@ -6,6 +6,9 @@ around a ring, and so does NCCL with large messages:
     all_reduce   2(p−1) (a + S/p/B)     reduce-scatter, then all-gather (Patarasuk and Yuan 2009)
     all_to_all    (p−1) (a + S/p/B)
     all_gather    (p−1) (a + S/B)
+
+Where links have levels, workers behind one link share it. A ring crosses it once; in an all_to_all among p workers, n
+behind one link send n (p−n)/p S over it.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf, log, sqrt
+from operator import mul
 from typing import Protocol
 
+from laconic.ledger import crossing_bytes
 from laconic.tools.launch.links import Level, Link
 from laconic.tools.planner.probe_data import Timing
 
@@ -69,8 +74,8 @@ class ComputedNetwork:
 def collective_s(op: str, payload_bytes: float, workers: int, link: Link, latency_s: float = 0.0) -> float:
     """Return the seconds of a collective in a ring.
 
-    The ring follows the order of the workers, so each switch between levels carries the traffic of one worker: the
-    slowest level decides.
+    The ring follows the order of the workers, so each link carries the traffic of one worker. The slowest level
+    decides.
 
     >>> from laconic.tools.launch.links import link
     >>> round(collective_s("all_reduce", 1_000_000, workers=4, link=link("100mbit", workers=4)), 3)
@@ -79,6 +84,13 @@ def collective_s(op: str, payload_bytes: float, workers: int, link: Link, latenc
     if workers < 2:
         return 0.0
     hops = 2 * (workers - 1) if op == "all_reduce" else workers - 1
+    if op == "all_to_all" and len(link.levels) > 1:
+        units = accumulate((level.count for level in link.levels[:-1]), mul, initial=1)
+        crossed = [(level, unit) for level, unit in zip(link.levels, units, strict=True) if level.count > 1]
+        sending_s = max(
+            8 * crossing_bytes(op, payload_bytes, workers, unit) / level.rate_bps for level, unit in crossed
+        )
+        return hops * latency_s + sending_s
     piece = payload_bytes / workers if op in ("all_reduce", "all_to_all") else payload_bytes
     return hops * (latency_s + piece * 8 / link.slowest_bps)
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, inf
 
-from torch import Tensor
-
 from laconic.checks.agreement import DIGEST_BYTES
 from laconic.checks.headers import HEADER_BYTES
-from laconic.cost import cycle_of, facts_of, planned
+from laconic.codecs.routing import routed
+from laconic.cost import cycle_of, facts_of, has_rule, kept_bytes, planned, tensor_bytes, widened
 from laconic.exchange import State, level_name
-from laconic.ledger import Entry, wire_bytes
+from laconic.ledger import Entry, crossing_bytes, wire_bytes
 from laconic.noise import worth
 from laconic.packing import in_parts
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never, Payload, Streaming, Sync
 from laconic.plans.targets import Kind, ModelFacts, width_of
-from laconic.tools.planner.network import NetworkTimes
+from laconic.plans.topology import World
+from laconic.tools.planner.network import ComputedNetwork, NetworkTimes
 from laconic.tools.planner.quality import STEPS, Kept, TrainingFacts, predict
 from laconic.tools.planner.shapes import Shapes
 from laconic.tools.planner.timeline import Message, Timeline, released_s, timeline
@@ -50,6 +50,12 @@ class Transfer:
     def wire_bytes(self) -> int:
         """The bytes that are sent."""
         return sum(each.wire_bytes for each in self.collectives)
+
+    def crossing_bytes(self, unit: int) -> float:
+        """Return the bytes that a unit of neighbouring workers, such as those of one machine, sends to others."""
+        if unit == 1:
+            return self.wire_bytes
+        return sum(crossing_bytes(each.op, each.payload_bytes, self.workers, unit) for each in self.collectives)
 
     def seconds(self, network: NetworkTimes) -> float:
         """Return the seconds of the collectives on a network."""
@@ -86,21 +92,26 @@ class Scenario:
     @cached_property
     def facts(self) -> ModelFacts:
         """What targets of bytes are resolved from."""
-        return facts_of(self.shapes.tensors, self.workers, self.shapes.buffers, self.optimizers)
+        return facts_of(self.shapes.tensors, self.workers, self.shapes.buffers, self.optimizers, self.machine)
 
     @property
-    def training(self) -> TrainingFacts:
-        """What is known of the training for what plans keep of it."""
+    def sharing(self) -> int:
+        """How many workers share the slowest link: those of one machine, or one."""
+        return self.network.link.sharing if isinstance(self.network, ComputedNetwork) else self.machine or 1
+
+    def training(self, group: int = 1) -> TrainingFacts:
+        """What is known of the training for what plans keep of it, for workers in groups that act as one."""
         kind = "muon" if "muon" in self.optimizers else self.optimizers[0]
-        return TrainingFacts(width_of(self.shapes.tensors), self.steps, kind, self.noise)
+        noise = None if self.noise is None else self.noise / group  # in batches of a group
+        return TrainingFacts(width_of(self.shapes.tensors), self.steps, kind, noise)
 
-    @property
-    def gain(self) -> float:
-        """How many times as many steps as `ddp()` a worker by itself needs.
+    def gain(self, group: int = 1) -> float:
+        """How many times as many steps as `ddp()` a worker by itself needs, or a group that acts as one worker.
 
         Where the noise is unknown, 2.8 for four, as in the lab.
         """
-        return float(self.workers**0.75) if self.noise is None else worth(self.noise, self.workers)
+        workers = self.workers // group
+        return float(workers**0.75) if self.noise is None else worth(self.noise / group, workers)
 
 
 class Prediction:
@@ -173,14 +184,19 @@ class Prediction:
         return sum(self.sent_bytes_by_level.values())
 
     @property
+    def link_bytes_per_step(self) -> float:
+        """The bytes that go over one of the slowest links in a step, on average, in the one direction."""
+        return sum(each.crossing_bytes(self.scenario.sharing) for each in self.sent) / self.cycle
+
+    @property
     def rounds_per_step(self) -> float:
         """The collectives of a step, on average: each costs latency."""
         return sum(len(each.collectives) for each in self.sent) / self.cycle
 
     @property
     def bytes_a_day(self) -> float:
-        """The bytes that one worker sends in a day of training."""
-        return self.sent_bytes_per_step / self.step_s * SECONDS_A_DAY if self.step_s else 0.0
+        """The bytes that go over one of the slowest links in a day of training."""
+        return self.link_bytes_per_step / self.step_s * SECONDS_A_DAY if self.step_s else 0.0
 
     @property
     def memory_bytes(self) -> int:
@@ -188,7 +204,16 @@ class Prediction:
         numbers = self.scenario.shapes.parameters
         anchor, outer = 4 * numbers * self.resolved.needs_anchor, self.resolved.outer
         momentum = 4 * numbers if isinstance(outer, Nesterov) and outer.momentum else 0
-        return _tensor_bytes(self._state) + anchor + momentum
+        return self._codec_bytes + anchor + momentum
+
+    @cached_property
+    def _codec_bytes(self) -> int:
+        """The bytes that the plan's codec keeps."""
+        plan, tensors = self.resolved, self.scenario.shapes.tensors
+        if not has_rule(plan.codec):
+            return tensor_bytes(self._state)
+        wide = widened(tensors) if plan.needs_anchor else tensors
+        return kept_bytes(routed(plan.codec), wide) if self.scenario.workers > 1 else 0
 
     # How long it takes.
 
@@ -197,15 +222,25 @@ class Prediction:
         """The seconds of encoding and decoding the whole model, 0 if they were not measured."""
         return self.scenario.codec_s.get(self.plan, 0.0)
 
-    def timeline(self, network: NetworkTimes | None = None, factor: float = 1.0) -> Timeline:
-        """Return the time of a cycle; with `factor`, where all seconds are so many times as long."""
-        network = network or self.scenario.network
+    def timeline(self, faster: float = 1.0, factor: float = 1.0) -> Timeline:
+        """Return the time of a cycle where links are so many times as fast, and all seconds `factor` times as long."""
         compute_s = self.scenario.compute_s * factor
         steps: list[list[Message]] = [[] for _ in range(self.cycle)]
-        for each in self.sent:
-            seconds = each.seconds(network) + (self.codec_s * each.share if each.encoded else 0.0)
-            steps[each.step].append(Message(each.released_s(compute_s), seconds * factor, each.delay))
+        for each, (fixed_s, sending_s) in zip(self.sent, self._seconds, strict=True):
+            seconds = (fixed_s + sending_s / faster) * factor
+            steps[each.step].append(Message(each.released_s(compute_s), seconds, each.delay))
         return timeline([sorted(step, key=lambda m: m.release_s) for step in steps], compute_s)
+
+    @cached_property
+    def _seconds(self) -> list[tuple[float, float]]:
+        """What each message takes whatever the rate of the links (latency, codec), and what it takes at their rate."""
+        network, codec_s = self.scenario.network, self.codec_s
+        endless, found = network.faster(inf), list[tuple[float, float]]()
+        for each in self.sent:
+            latency_s = each.seconds(endless)
+            coding_s = codec_s * each.share if each.encoded else 0.0
+            found.append((latency_s + coding_s, each.seconds(network) - latency_s))
+        return found
 
     @cached_property
     def now(self) -> Timeline:
@@ -227,17 +262,29 @@ class Prediction:
     def timeout_s(self) -> int:
         """How long a worker should wait for the others: ten times the longest step, and at least 30 s."""
         by_step: dict[int, float] = {}
-        for each in self.sent:
-            seconds = each.seconds(self.scenario.network) + self.codec_s * each.share
-            by_step[each.step] = by_step.get(each.step, 0.0) + seconds
+        for each, seconds in zip(self.sent, self._seconds, strict=True):
+            by_step[each.step] = by_step.get(each.step, 0.0) + sum(seconds)
         return max(30, 10 * ceil(max(by_step.values(), default=0.0) + self.scenario.compute_s))
 
     # What it does to the loss.
 
     @cached_property
+    def group(self) -> int:
+        """How many workers average gradients at every step under a local plan: they act as one of so large a batch."""
+        inner = self.resolved.topology.inner
+        return 1 if inner is None else self._level(Sync(Payload.GRADIENT, inner))[1]
+
+    @cached_property
     def predicted(self) -> Kept | None:
-        """What the plan keeps of DDP's improvement over no communication; None if nothing like it was measured."""
-        return predict(self.plan, self.scenario.training)
+        """What the plan keeps of DDP's improvement over no communication; None if nothing like it was measured.
+
+        With groups, over groups that do not communicate.
+        """
+        if self.group == 1:
+            return predict(self.plan, self.scenario.training())
+        if self.group == self.scenario.workers:
+            return Kept(1.0, 1.0, 1.0)
+        return predict(replace(self.resolved, topology=World()), self.scenario.training(self.group))
 
     @property
     def kept(self) -> float | None:
@@ -248,10 +295,10 @@ class Prediction:
     def steps_factor(self) -> float | None:
         """How many times as many steps as `ddp()` it needs to the same loss; None if that is unknown.
 
-        The progress of a step is assumed to lie between that of `ddp()`, 1, and that of a worker by itself, 1 / gain,
-        at the fraction that the plan keeps.
+        The progress of a step is assumed to lie between that of `ddp()`, 1, and that of a worker or a group by itself,
+        1 / gain, at the fraction that the plan keeps.
         """
-        return None if self.kept is None else 1 / (self.kept + (1 - self.kept) / self.scenario.gain)
+        return None if self.kept is None else 1 / (self.kept + (1 - self.kept) / self.scenario.gain(self.group))
 
     @property
     def loss_s(self) -> float | None:
@@ -268,7 +315,7 @@ class Prediction:
 
     def needs_bps(self, utilisation: float) -> float | None:
         """Return the rate of the slowest link at which workers compute this share of the time; None if no rate does."""
-        return self._rate_where(lambda network: self.timeline(network).utilisation >= utilisation)
+        return self._rate_where(lambda faster: self.timeline(faster).utilisation >= utilisation)
 
     def break_even_bps(self, ddp: Prediction) -> float | None:
         """Return the rate of the slowest link from which on `ddp()` is as soon at the same loss; None for no rate."""
@@ -276,31 +323,19 @@ class Prediction:
         if factor == 1.0 and not self.codec_s:  # it sends less, and costs nothing
             return None
 
-        def as_soon(network: NetworkTimes) -> bool:
-            return ddp.timeline(network).step_s <= self.timeline(network).step_s * factor
+        def as_soon(faster: float) -> bool:
+            return ddp.timeline(faster).step_s <= self.timeline(faster).step_s * factor
 
         return self._rate_where(as_soon)
 
-    def _rate_where(self, holds: Callable[[NetworkTimes], bool]) -> float | None:
+    def _rate_where(self, holds: Callable[[float], bool]) -> float | None:
         """Find the lowest rate at which a condition holds that holds for all higher ones, by bisection."""
-        network = self.scenario.network
         low, high = -40.0, 60.0  # powers of 2, of the rate as it is
         if isinstance(self.resolved.schedule, Never):
             return 0.0
-        if not holds(network.faster(2**high)):
+        if not holds(2**high):
             return None
         for _ in range(40):
             middle = (low + high) / 2
-            low, high = (low, middle) if holds(network.faster(2**middle)) else (middle, high)
-        return network.rate_bps * 2**high
-
-
-def _tensor_bytes(tree: object) -> int:
-    """Count the bytes of all tensors in a tree of dicts, without caches."""
-    if isinstance(tree, Tensor):
-        return tree.numel() * tree.element_size()
-    if isinstance(tree, dict):
-        return sum(_tensor_bytes(value) for key, value in tree.items() if not str(key).startswith("_"))
-    if isinstance(tree, list | tuple):
-        return sum(_tensor_bytes(value) for value in tree)
-    return 0
+            low, high = (low, middle) if holds(2**middle) else (middle, high)
+        return self.scenario.network.rate_bps * 2**high

@@ -8,6 +8,8 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ class Shapes:
         """Take the trained tensors and the buffers of a module."""
         return cls(meta(model), buffers=meta(model.named_buffers()))
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """The number of trained parameters."""
         return sum(t.numel() for t in self.tensors.values())
@@ -50,12 +52,12 @@ class Shapes:
 
     def before(self, names: Sequence[str]) -> float:
         """Return the share of the parameters that come before the first of these in the forward pass."""
-        passed = 0
-        for name, t in self.tensors.items():
-            if name in names:
-                break
-            passed += t.numel()
-        return passed / max(1, self.parameters)
+        return min((self._starts[name] for name in names), default=self.parameters) / max(1, self.parameters)
+
+    @cached_property
+    def _starts(self) -> dict[str, int]:
+        """How many parameters come before each tensor in the forward pass."""
+        return dict(zip(self.tensors, accumulate((t.numel() for t in self.tensors.values()), initial=0), strict=False))
 
 
 def from_count(parameters: int, layers: int | None = None) -> Shapes:

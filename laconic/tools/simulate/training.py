@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from laconic import Ledger, LostWorkerError, Plan, Session, attach
+from laconic.comm.groups import workers_on_this_machine
 from laconic.cost import facts_of
 from laconic.elastic.run import CommitClock
 from laconic.plans.schedules import Never, Streaming
@@ -143,7 +144,8 @@ class Training:
     def __post_init__(self) -> None:
         run, cores = self.run, usable_cores()
         self.threads = max(1, cores // run.workers)
-        self.plan = run.plan.resolved(facts_of(self.task.model, run.workers))
+        facts = facts_of(self.task.model, run.workers, machine=workers_on_this_machine(run.workers))
+        self.plan = run.plan.resolved(facts)
         schedule = self.plan.schedule
         delay = schedule.delay if isinstance(schedule, Streaming) else 0
         self.clock = VirtualClock(run.workers, run.conditions, overlap=not run.failures, delay=delay)

@@ -47,7 +47,10 @@ METHODS = (
     "post_local_sgd(period=2, group=2)",
     "hierarchical_sgd({1: 2, 2: 4})",
     "sparse_loco()",
+    "sparse_loco(group=2)",
     "frugal('120x')",
+    "frugal('30x', group=2)",
+    "frugal('60x', delay=1, group=2)",
 )
 
 

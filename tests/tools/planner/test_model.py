@@ -8,6 +8,7 @@ import pytest
 
 import laconic
 from laconic.cost import meta
+from laconic.ledger import crossing_bytes, wire_bytes
 from laconic.plans.plan import Plan
 from laconic.tools.launch.links import Level, Link, link
 from laconic.tools.planner.network import ComputedNetwork, MeasuredNetwork
@@ -39,6 +40,19 @@ def test_levels():
     two = Link((Level(2, 80e6), Level(2, 8e6)))
     assert ComputedNetwork(two).seconds("all_reduce", MB, 4) == pytest.approx(1.5)  # the slow level decides
     assert ComputedNetwork(two).seconds("all_reduce", MB, 2) == pytest.approx(0.1)  # neighbours
+    # Each of two workers sends half of 1 MB to the other side, over the link that they share, at 1 MB/s.
+    assert ComputedNetwork(two).seconds("all_to_all", MB, 4) == pytest.approx(1.0)
+    assert ComputedNetwork(two).seconds("all_to_all", MB, 2) == pytest.approx(0.05)
+    slow_inside = Link((Level(2, 8e6), Level(2, 80e6)))  # where a worker's own link decides
+    assert ComputedNetwork(slow_inside).seconds("all_to_all", MB, 4) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "all_to_all", "broadcast"])
+def test_what_leaves_one_worker_and_several(op):
+    assert crossing_bytes(op, 1000, 8, unit=1) == wire_bytes(op, 1000, 8)
+    assert crossing_bytes(op, 1000, 8, unit=8) == 0
+    everyone = {"all_reduce": 1750, "all_gather": 7000, "all_to_all": 4 * 4 * 125, "broadcast": 4 * 1000}
+    assert crossing_bytes(op, 1000, 8, unit=4) == everyone[op]
 
 
 def test_faster_links():

@@ -70,9 +70,9 @@ def test_codec_time_makes_a_break_even():
     assert costly.step_s == pytest.approx(free.step_s + 0.05)
     rate, other = costly.break_even_bps(_of("ddp()")), free.break_even_bps(_of("ddp()"))
     assert rate is not None and other is not None and rate < other / 5
-    network = costly.scenario.network.faster(rate / 1e8)
-    assert costly.timeline(network).step_s * (costly.steps_factor or 0) == pytest.approx(
-        _of("ddp()").timeline(network).step_s, rel=1e-3
+    faster = rate / 1e8
+    assert costly.timeline(faster).step_s * (costly.steps_factor or 0) == pytest.approx(
+        _of("ddp()").timeline(faster).step_s, rel=1e-3
     )
     assert costly.needs_bps(0.99) is None  # no link is fast enough
     unknown = _of("diloco(period=8, momentum=0.9)")
@@ -146,7 +146,7 @@ def test_shapes_of_a_module_keep_their_order():
 
 @pytest.mark.parametrize(("noise", "gain"), [(None, 4**0.75), (0.0, 1.0), (9.0, 10 / 3.25), (1e6, 4.0)])
 def test_noise_tells_what_workers_gain(noise, gain):
-    assert _scenario(noise=noise).gain == pytest.approx(gain, rel=1e-5)
+    assert _scenario(noise=noise).gain() == pytest.approx(gain, rel=1e-5)
     alone = _of("alone()", noise=noise)
     assert alone.steps_factor == pytest.approx(gain, rel=1e-5)  # by itself: kept is 0
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from laconic.cli.main import app
+from laconic.cli.main import make_app
 from laconic.tools.errors import UsageError
 
 SMALL = ("--steps", "4", "--layers", "1", "--width", "16")
 
 
 def _run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
+    result = CliRunner().invoke(make_app("simulate"), ["simulate", *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 

@@ -1,0 +1,314 @@
+"""What `laconic plan` does: it makes a scenario of its options, predicts each plan, and shows the predictions."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+
+from rich.table import Table
+
+from laconic.cli.tables import PipedConsole, table
+from laconic.codecs import Exact
+from laconic.cost import meta
+from laconic.plans.methods import Group
+from laconic.plans.plan import Plan
+from laconic.plans.targets import Kind
+from laconic.plans.text import plan as parse_plan
+from laconic.tools.errors import UsageError, check_count
+from laconic.tools.launch.links import Link
+from laconic.tools.launch.links import link as parse_link
+from laconic.tools.planner.forecast import Forecast
+from laconic.tools.planner.front import plans_of
+from laconic.tools.planner.network import ComputedNetwork, MeasuredNetwork
+from laconic.tools.planner.predict import Prediction, Scenario
+from laconic.tools.planner.probe_data import MACHINE, Probe, ProbeError
+from laconic.tools.planner.quality import Kept
+from laconic.tools.planner.shapes import Shapes, adapters, from_count, from_file, from_module
+from laconic.tools.units import BYTES, COUNT, DURATION, human_bytes, parse, rate_text, share
+
+OUTCOME = ("sent\na step", "step", "kept", "sooner\nthan ddp")
+"""The columns that decide: "sooner" is to the same loss."""
+TIMES = ("sooner\nthan alone", "computing", "exposed", "steps faster\nthan ddp")
+DETAILS = ("memory", "break-even", "timeout", "sent by\na worker")
+MOST_LAYERS = 10_000
+NAMES: dict[Kind, str] = {"adaptive": "Adam or its like", "sgd": "SGD", "muon": "Muon"}
+ONE_TABLE = 165
+"""The width of a terminal in which all columns fit into one table."""
+PIPED = 100
+"""The width of five columns where there is no terminal."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of `laconic plan`, as they are given."""
+
+    plans: tuple[str, ...]
+    probe: Path | None
+    model: str | None
+    parameters: str | None
+    trainable: str | None
+    layers: int | None
+    shapes: Path | None
+    bare: bool
+    step: str | None
+    steps: int
+    optimizer: Kind
+    workers: int | None
+    link: str | None
+    latency: str | None
+    noise: float | None
+    budget: str | None
+
+
+def show(asked: Asked, all_columns: bool, as_json: bool) -> None:
+    """Predict each plan, and print the advice, a table and notes; or everything as JSON."""
+    limit = None if asked.budget is None else parse(asked.budget, BYTES, "--budget")
+    measured = None if asked.probe is None else _probe(asked.probe)
+    forecast = make_forecast(asked, measured)
+    if as_json:
+        print(json.dumps(forecast.as_json(limit), indent=1))
+        return
+    console = PipedConsole(width=None if sys.stdout.isatty() else ONE_TABLE if all_columns else PIPED)
+    console.print(f"{forecast.advice}\n", markup=False, highlight=False, soft_wrap=True)
+    console.print(*forecast_tables(forecast, console.width, limit, all_columns))
+    for line in _notes(forecast, measured, all_columns):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def make_forecast(asked: Asked, measured: Probe | None = None) -> Forecast:
+    """Predict the plans that are asked for; by default the front, on levels of links also between groups."""
+    if any(text.replace(" ", "") in ("auto", "auto()") for text in asked.plans):
+        raise UsageError(
+            "--plan auto: it measures a training and then chooses one of the plans that are compared without --plan. "
+            "Leave it out."
+        )
+    given = [parse_plan(text) for text in asked.plans]
+    check_count("workers", asked.workers)
+    check_count("steps", asked.steps)
+    shapes = _shapes(asked, measured)
+    network, count, machine = _network(asked, measured)
+    for each in given:
+        check_levels(each, count, machine)
+    noise = asked.noise
+    if noise is not None and not (isfinite(noise) and noise >= 0):
+        raise UsageError(f"--noise {noise}: it must be 0 or more, such as 3.5: a guard measures it as it trains.")
+    codec_s = {} if measured is None else {parse_plan(each.plan): each.seconds for each in measured.codecs}
+    scenario = Scenario(
+        shapes,
+        count,
+        network,
+        _step_s(asked.step, measured),
+        codec_s,
+        machine,
+        _spread(measured),
+        asked.bare,
+        noise,
+        asked.steps,
+        (asked.optimizer,),
+    )
+    try:
+        return Forecast(given or plans_of(_group(scenario)), scenario)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _group(s: Scenario) -> Group:
+    """Return the groups of workers that share a link to the others, if there are such."""
+    if not 1 < s.sharing < s.workers:
+        return None
+    return "machine" if s.sharing == s.machine else s.sharing
+
+
+def _notes(forecast: Forecast, measured: Probe | None, all_columns: bool) -> list[str]:
+    s, rows = forecast.scenario, forecast.rows
+    kind = s.optimizers[0]
+    notes = [
+        f"kept: predicted for {s.steps} steps with {NAMES[kind]}, and its interval for nine of ten trainings, from "
+        "the trainings in docs/quality.md; - where nothing like it was measured."
+    ]
+    if s.sharing > 1:
+        notes.append(f"sent a step: what {s.sharing} workers send together over the slowest link, which they share.")
+    if any(each.group > 1 for each in rows):
+        notes.append(
+            "group=: a group that averages gradients at every step counts as one worker with so many times the batch, "
+            "and kept is of what DDP improves on groups without communication."
+        )
+    if s.noise is not None:
+        notes.append(
+            f"{s.workers} workers are worth {s.gain():.1f} here: a noise of {s.noise:g} batches of one worker."
+        )
+    unknown = [repr(each.plan) for each in rows if each.plan.codec != Exact() and each.plan not in s.codec_s]
+    if measured is None:
+        notes.append("The time of codecs was not measured and counts as 0: laconic probe measures it.")
+    elif unknown:
+        notes.append(f"The codec of {', '.join(unknown)} is not in the probe and counts as 0: probe with --plan.")
+    if not all_columns:
+        return [*notes, "--all shows all columns, --json all that is predicted."]
+    return [*notes, *(f"{each.plan} is {each.resolved} here." for each in rows if each.plan != each.resolved)]
+
+
+def check_levels(plan: Plan, workers: int, machine: int | None) -> None:
+    """Refuse a plan with groups into which so many workers cannot be divided."""
+    for size in plan.levels:
+        if size == "machine" and machine is None:
+            raise UsageError(
+                f"--plan {plan!r}: nothing says how many workers a machine has. Write the levels of the link, machines "
+                'first, as in --link "4 @ 100GB/s, 2 @ 1gbit".'
+            )
+        if isinstance(size, int) and workers % size:
+            raise UsageError(
+                f"--plan {plan!r}: it asks for groups of {size}, and {workers} workers cannot be divided so. Choose a "
+                f"size that divides {workers}."
+            )
+
+
+def forecast_tables(
+    forecast: Forecast, width: int, budget_bytes: float | None = None, all_columns: bool = False
+) -> list[Table]:
+    """One row for each plan, the soonest at the same loss first; in several tables, if the terminal is narrow."""
+    s = forecast.scenario
+    rate = rate_text(s.network.rate_bps, digits=4)
+    if isinstance(s.network, ComputedNetwork):
+        rate = str(s.network.link)
+    title = f"{s.shapes.parameters:,} parameters, {s.workers} workers, {s.compute_s:.4g} s a step, {rate}"
+    outcome = OUTCOME if budget_bytes is None else (*OUTCOME, "within\nbudget")
+    shown: list[tuple[tuple[str, ...], str]] = [(outcome, title)]
+    if all_columns:
+        one = [(outcome + TIMES + DETAILS, title)]
+        shown = one if width >= ONE_TABLE else [(outcome, title), (TIMES, ""), (DETAILS, "")]
+    return [
+        table(
+            ("plan", *headings),
+            [
+                (repr(each.plan), *(_cell(name, each, forecast, budget_bytes) for name in headings))
+                for each in forecast.ranked
+            ],
+            title,
+        )
+        for headings, title in shown
+    ]
+
+
+def _cell(heading: str, each: Prediction, forecast: Forecast, budget_bytes: float | None) -> str:
+    if heading == "break-even":  # which takes long
+        rate = None if each is forecast.ddp else each.break_even_bps(forecast.ddp)
+        return "-" if rate is None else "any" if rate <= 0 else rate_text(rate, digits=3)
+    low, high = each.interval_s
+    cells = {
+        "sent\na step": human_bytes(each.link_bytes_per_step),
+        "sent by\na worker": human_bytes(each.sent_bytes_per_step),
+        "step": f"{each.step_s:.3g} s" if low == high else f"{each.step_s:.3g} s\n{low:.2g} to {high:.2g}",
+        "computing": share(each.now.utilisation),
+        "kept": _kept(each.predicted),
+        "sooner\nthan ddp": _times(each.sooner_than(forecast.ddp)),
+        "sooner\nthan alone": _times(each.sooner_than(forecast.alone)),
+        "exposed": f"{each.now.exposed_s:.3g} s",
+        "steps faster\nthan ddp": _times(forecast.ddp.step_s / each.step_s),
+        "memory": human_bytes(each.memory_bytes),
+        "timeout": f"{each.timeout_s} s",
+    }
+    if budget_bytes is not None:
+        cells["within\nbudget"] = "yes" if each.bytes_a_day <= budget_bytes else "no"
+    return cells[heading]
+
+
+def _kept(found: Kept | None) -> str:
+    if found is None or found.low == found.high:
+        return share(None if found is None else found.value)
+    return f"{share(found.value)}\n{share(found.low)} to {share(found.high)}"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _probe(path: Path) -> Probe:
+    try:
+        return Probe.read(path)
+    except ProbeError as error:
+        raise UsageError(f"--probe {error}") from None
+
+
+def _network(asked: Asked, probe: Probe | None) -> tuple[ComputedNetwork | MeasuredNetwork, int, int | None]:
+    """Return the network, its workers, and those of one machine if it has machines of several."""
+    latency = asked.latency
+    if asked.link is not None:
+        found = _link(asked.link, asked.workers)
+        machine = found.levels[0].count if len(found.levels) > 1 else None
+        return (
+            ComputedNetwork(found, 0.0 if latency is None else parse(latency, DURATION, "--latency")),
+            found.workers,
+            machine,
+        )
+    if probe is None:
+        raise UsageError("a network is missing. Give --link 1gbit --workers 4, or --probe probe.json.")
+    return MeasuredNetwork(probe.timings, probe.workers), probe.workers, probe.levels.get(MACHINE)
+
+
+def _link(text: str, workers: int | None) -> Link:
+    if workers is None and "@" not in text:
+        raise UsageError(f"--link {text}: the number of workers is missing. Add --workers 4.")
+    return parse_link(text, workers)
+
+
+def _step_s(step: str | None, probe: Probe | None) -> float:
+    if step is not None:
+        return parse(step, DURATION, "--step")
+    if probe is None:
+        raise UsageError(
+            "the time of a step without communication is missing. Give --step 250ms, or --probe probe.json."
+        )
+    if probe.step is None:
+        raise UsageError(
+            "the probe has no time of a step: its --model returned a model alone. Give --step 250ms, or probe again "
+            "with --step-script train.py."
+        )
+    return probe.step.seconds
+
+
+def _shapes(asked: Asked, probe: Probe | None) -> Shapes:
+    model, parameters, layers, shapes = asked.model, asked.parameters, asked.layers, asked.shapes
+    given = [name for name, value in (("--model", model), ("--parameters", parameters), ("--shapes", shapes)) if value]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)}: one model is enough. Leave out one of them.")
+    if layers is not None and (not 1 <= layers <= MOST_LAYERS or parameters is None):
+        raise UsageError(
+            f"--layers {layers}: it divides --parameters, and must be from 1 to {MOST_LAYERS}. Add --parameters 350M, "
+            "or choose fewer layers."
+        )
+    if parameters is not None:
+        whole = from_count(round(parse(parameters, COUNT, "--parameters")), layers)
+        return whole if asked.trainable is None else _adapters(whole, round(parse(asked.trainable, COUNT, "--trainable")))
+    if asked.trainable is not None:
+        raise UsageError(
+            f"--trainable {asked.trainable}: it says how many of --parameters are trained. Add --parameters 8B, the "
+            "size of the whole model. Of --model and --shapes, what is trained is known."
+        )
+    if model is not None:
+        return from_module(model)
+    if shapes is not None:
+        return from_file(shapes)
+    if probe is not None:
+        return Shapes(meta(probe.model.shapes))
+    raise UsageError("a model is missing. Give --parameters 350M, --model module:function, --shapes or --probe.")
+
+
+def _adapters(whole: Shapes, trainable: int) -> Shapes:
+    if not 1 <= trainable <= whole.parameters:
+        raise UsageError(
+            f"--trainable {trainable}: it must be from 1 to the {whole.parameters} of --parameters, such as 40M. To "
+            "train all of them, leave it out."
+        )
+    return adapters(whole, trainable)
+
+
+def _spread(probe: Probe | None) -> tuple[float, float]:
+    """The lowest and highest time of a probe, relative to the median: half of the samples lie between."""
+    if probe is None:
+        return 1.0, 1.0
+    spreads = [each.spread for each in probe.timings] + ([probe.step.spread] if probe.step else [])
+    middle = sorted(spreads)[len(spreads) // 2]
+    return max(0.0, 1 - middle), 1 + middle
