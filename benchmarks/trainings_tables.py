@@ -282,7 +282,10 @@ def predicted() -> str:
     rows = []
     for text in (*(f"power_sgd(rank={rank})" for rank in (32, 16, 8, 4)), *(f"diloco(period={n})" for n in (4, 8, 16))):
         found = [quality.predict(laconic.plan(text), quality.TrainingFacts(*place)) for place in PLACES]
-        shown = ("" if k is None else f"{round(100 * k.value)} ({round(100 * k.low)} to {round(100 * k.high)})" for k in found)
+        shown = (
+            "" if k is None else f"{round(100 * k.value)} ({round(100 * k.low)} to {round(100 * k.high)})"
+            for k in found
+        )
         rows.append([f"`{text}`", *shown])
     return _table(["plan", *(f"width {width}, {steps} steps" for width, steps in PLACES)], rows)
 

@@ -281,7 +281,9 @@ def _shapes(asked: Asked, probe: Probe | None) -> Shapes:
         )
     if parameters is not None:
         whole = from_count(round(parse(parameters, COUNT, "--parameters")), layers)
-        return whole if asked.trainable is None else _adapters(whole, round(parse(asked.trainable, COUNT, "--trainable")))
+        return (
+            whole if asked.trainable is None else _adapters(whole, round(parse(asked.trainable, COUNT, "--trainable")))
+        )
     if asked.trainable is not None:
         raise UsageError(
             f"--trainable {asked.trainable}: it says how many of --parameters are trained. Add --parameters 8B, the "
