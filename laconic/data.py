@@ -84,7 +84,7 @@ class ElasticSampler(Sampler[int]):
         """How many samples `batches` has handed out in this process."""
         self._base, self._base_step = 0, session.step
         """A position, and the session's step at which it was reached."""
-        self._meet()
+        self._learn_batches()
         session.keep(name, self)
 
     # Where it is
@@ -154,11 +154,11 @@ class ElasticSampler(Sampler[int]):
         """Learn the batches of the others, if the session has another group. All workers call it at the same step."""
         if self._session.group is not self._group:
             position = self.position
-            self._meet()
+            self._learn_batches()
             self._go_to(position)
 
-    def _meet(self) -> None:
-        """Gather what each worker has been given."""
+    def _learn_batches(self) -> None:
+        """Gather how many samples of a step each worker uses."""
         group = self._session.group
         rows = self._session.gather([self.size, self.shuffle, self.seed, self.batch])
         for row in rows:
