@@ -85,21 +85,6 @@ def suite() -> str:
     return _table(["plan", *trainings], rows)
 
 
-SHORT = ("prose", "batches", "wide", "muon", "lora", "lstm", "cnn", "vit")
-
-
-def short() -> str:
-    """What the plans that `frugal` chooses keep, by kind of training: the table for a front page."""
-    plans = ("quantized_ddp()", *(f'frugal("{factor}")' for factor in FACTORS))
-    rows = []
-    for name in SHORT:
-        training = quality.record()[name]
-        cells = [measured(training, laconic.plan(plan)) for plan in plans]
-        shown = ("" if cell is None else f"{100 * cell.mean:.0f} %" for cell in cells)
-        rows.append([training["about"], *shown])
-    return _table(["kept of", *(f"`{plan}`" for plan in plans)], rows)
-
-
 def kinds() -> str:
     """What the trainings are."""
     rows = [
@@ -272,7 +257,10 @@ def predicted() -> str:
     rows = []
     for text in (*(f"power_sgd(rank={rank})" for rank in (32, 16, 8, 4)), *(f"diloco(period={n})" for n in (4, 8, 16))):
         found = [quality.predict(laconic.plan(text), quality.TrainingFacts(*place)) for place in PLACES]
-        shown = ("" if k is None else f"{round(100 * k.value)} ({round(100 * k.low)} to {round(100 * k.high)})" for k in found)
+        shown = (
+            "" if k is None else f"{round(100 * k.value)} ({round(100 * k.low)} to {round(100 * k.high)})"
+            for k in found
+        )
         rows.append([f"`{text}`", *shown])
     return _table(["plan", *(f"width {width}, {steps} steps" for width, steps in PLACES)], rows)
 
