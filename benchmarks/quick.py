@@ -88,6 +88,7 @@ QUICK = [
     Benchmark("codecs", ("--device", "cpu", "--seconds", "3"), 90, read=codecs),
     Benchmark("averaging", ("--workers", "2", "--seconds", "15"), 90, read=averaging),
     Benchmark("silence", (), 60),
+    Benchmark("step_cost", ("--models", "0.1M"), 120, band=0.5),
     Benchmark("guards", ("--steps", "320"), 120),
     Benchmark("faults", ("--workers", "2", "--times", "5", "--mismatches"), 60, band=0.5),
     Benchmark("scale", ("--workers", "16"), 90, band=0.5),
@@ -97,6 +98,7 @@ QUICK = [
 ]
 
 SKIPPED = {
+    "trainings_tables": "writes tables of what trainings.py has measured",
     "trainings": "takes ten minutes at its quickest, and writes losses, not ratios",
     "gpt_step": "needs a GPU",
     "tiles": "needs a GPU and Triton",

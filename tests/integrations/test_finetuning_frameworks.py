@@ -16,13 +16,22 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from tests.integrations.peft_models import adapted, batch, trained
-from tests.integrations.test_finetuning import CONTROL_BYTES, STEPS, base_bytes, same, sent, train, weights_of
-from tests.integrations.test_transformers import add, losses_of, make_trainer, text
 from tests.integrations.torchrun_env import run_as_torchrun, run_page
 from tests.namespaces import needs_root, run_on_hosts
 
 pytestmark = pytest.mark.frameworks
-pytest.importorskip("peft")
+pytest.importorskip("peft")  # as these modules do
+
+from tests.integrations.test_finetuning import (  # noqa: E402
+    CONTROL_BYTES,
+    STEPS,
+    base_bytes,
+    same,
+    sent,
+    train,
+    weights_of,
+)
+from tests.integrations.test_transformers import add, losses_of, make_trainer, text  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "finetuning.md"
 PLANS = ("ddp()", "quantized_ddp(bits=4)", "diloco(period=2)")

@@ -98,7 +98,7 @@ def _interrupted(worker: int) -> list[tuple[float | None, float | None]]:
         laconic.ddp(), task.model, task.optimizer, observers=[laconic.Guard("warn", every=1)]
     ) as session:
         train(session, 20)
-        session.change(laconic.plan('frugal("30x")'))
+        session.change(laconic.plan("streaming_diloco(period=2, fragments=2, delay=0)"))
         train(session, 8)  # too few
         train(session, 60)
         session.load_state_dict(session.state_dict())
