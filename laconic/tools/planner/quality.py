@@ -10,7 +10,7 @@ the steps between two rounds of weights:
 It is fitted by least squares, and b to f are pulled to 0, so that few trainings are enough. Where the gradient noise is
 unknown (`noise.py`), a line without it is fitted. The interval is for nine of ten trainings like the measured ones.
 What is far from all of them has no prediction.
-`benchmarks/trainings.py --record` adds to the file, and docs/quality.md says how well training left out are predicted.
+`benchmarks/trainings.py --record` adds to the file, and docs/quality.md says how well trainings left out are predicted.
 """
 
 from __future__ import annotations
