@@ -113,7 +113,7 @@ def _unclear(gap: Gap) -> str:
         return f"ddp() ends no lower than alone() ({-gap.loss:.3f} higher): there is nothing that a plan could keep."
     return (
         f"ddp() and alone() differ by {gap.loss:.3f}, which may be noise (their distance scatters by {gap.noise:.3f}): "
-        "what plans keep cannot be told. Train longer, or with more workers."
+        "nothing can be said of what plans keep. Train longer, or with more workers."
     )
 
 
