@@ -32,7 +32,7 @@ def headline(outcomes: Sequence[Outcome]) -> str:
     else:
         sentence = _same_steps(first, compared)
     gap = final_gap(outcomes)
-    if gap is not None and not gap.clear and first.until_loss is None:
+    if gap is not None and math.isfinite(gap.loss) and not gap.clear and first.until_loss is None:
         sentence += f" {_unclear(gap)}"
     useless = [f"{each.plan}" for each in compared if no_better_than_alone(each, outcomes)]
     if useless:

@@ -110,6 +110,9 @@ def test_baselines_that_differ_by_noise_say_nothing_of_what_plans_keep():
     assert "it keeps" not in said
     lower = headline([first, replace(alone, loss_final=1.9), fast])
     assert "ddp() ends no lower than alone() (0.100 higher): there is nothing that a plan could keep." in lower
+    nan = float("nan")
+    for diverged in ([first, replace(alone, loss_final=nan), fast], [after_steps(DDP), seen(alone, [3.0, nan]), fast]):
+        assert "differ by" not in headline(diverged) and "it keeps" not in headline(diverged)
 
 
 def test_how_much_sooner_the_same_loss_was_reached():
