@@ -397,8 +397,8 @@ class Worker:
             self.optimizers = self.training.optimizers(model, self.training.lr)
         self.rates = [group["lr"] for each in self.optimizers for group in each.param_groups]
 
-    def train(self, group: Any, meet: Callable[[], None], validate: Callable[[int], None]) -> laconic.Session:
-        """Train; `meet` waits for all workers, and `validate` is called by the first of them."""
+    def train(self, group: Any, barrier: Callable[[], None], validate: Callable[[int], None]) -> laconic.Session:
+        """Train; `barrier` waits for all workers, and `validate` is called by the first of them."""
         session = laconic.attach(
             self.plan,
             self.model,
@@ -407,7 +407,7 @@ class Worker:
             clip_norm=self.training.clip,
             observers=[laconic.Guard(self.guard)] if self.guard else [],
         )
-        meet()  # sessions are listed in one place
+        barrier()  # sessions are listed in one place
         often = 1 if self.run.plan == "alone()" else POINTS
         points = {round(self.steps * (point + 1) / often) for point in range(often)}
         for step in range(1, self.steps + 1):
@@ -421,10 +421,10 @@ class Worker:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
             if step in points:
-                meet()
+                barrier()
                 if self.worker == 0:
                     validate(step)
-                meet()
+                barrier()
         return session
 
 
@@ -447,8 +447,8 @@ def simulate(run: Run) -> Found:
 
     def work(index: int) -> None:
         with world.working(index):
-            meet = partial(world.barrier, index)
-            sessions[index] = workers[index].train(world.group(index), meet, validate)
+            barrier = partial(world.barrier, index)
+            sessions[index] = workers[index].train(world.group(index), barrier, validate)
 
     logged: list[str] = []
     listener = logging.Handler()

@@ -27,6 +27,7 @@ from laconic.plans.plan import Plan
 from laconic.plans.schedules import Every, Payload, Streaming, Sync
 from laconic.plans.targets import Kind, ModelFacts
 from laconic.plans.topology import World
+from laconic.values import is_whole
 
 Shaped: TypeAlias = Tensor | torch.Size | Sequence[int]
 Named: TypeAlias = nn.Module | Mapping[str, Shaped] | Iterable[tuple[str, Shaped]]
@@ -67,6 +68,11 @@ def sent_bytes(
     """
     if workers < 1 or workers != int(workers):
         raise ValueError(f"sent_bytes(workers={workers!r}): workers must be a whole number of at least 1.")
+    if machine is not None and (not is_whole(machine) or workers % machine):
+        raise ValueError(
+            f"sent_bytes(workers={workers!r}, machine={machine!r}): machine must be the number of workers of each "
+            "machine, which divides workers, such as workers=8, machine=4. Leave it out for plans without groups."
+        )
     facts = facts_of(named_tensors, workers, buffers, machine=machine)
     plan = plan.resolved(facts)
     sent = planned(plan, facts.tensors, workers, machine=machine, buffers=facts.buffers)

@@ -108,6 +108,13 @@ def test_an_invalid_number_of_workers_is_refused(workers: Any) -> None:
         laconic.sent_bytes(laconic.ddp(), SHAPES, workers)
 
 
+@pytest.mark.parametrize("machine", [0, 3, 16, "4", True])
+def test_a_machine_has_as_many_workers_as_divide_them(machine: Any) -> None:
+    said = rf"sent_bytes\(workers=8, machine={machine!r}\): machine must be .* such as workers=8, machine=4"
+    with pytest.raises(ValueError, match=said):
+        laconic.sent_bytes(laconic.diloco(group="machine"), SHAPES, 8, machine=machine)
+
+
 def test_plans_with_an_anchor_send_encoded_deltas() -> None:
     plan = Plan(Every(4), Cast("bf16"))
     assert plan.needs_anchor

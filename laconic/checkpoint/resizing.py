@@ -12,6 +12,8 @@ from torch import Tensor
 from laconic.values import is_whole
 
 RESIDUAL = "residual"
+OWN = ("counted", "kept")
+"""What else belongs to one worker: what it has counted with `session.weigh`, and the states of `session.keep`."""
 
 
 def resize(
@@ -24,7 +26,8 @@ def resize(
     [3.0, 4.0]
 
     Workers that stay keep their residuals, and get an equal share of those of the workers that leave. Workers that join
-    start with zero residuals. All other state is shared; it is that of worker 0, and not copied.
+    start with zero residuals. What a worker has counted and the states of `session.keep` stay its own, too; workers
+    that join get those of worker 0. All other state is shared; it is that of worker 0, and not copied.
 
     `conserve="sum"` keeps the sum of the residuals. A sync adds their *mean*, so the same sum moves the model further
     with fewer workers. `conserve="mean"` scales the residuals by new / old number of workers to correct that.
@@ -40,7 +43,12 @@ def resize(
                     f"{states[0].get(name)!r}. Give the states of one checkpoint, one for each worker that saved it."
                 )
     scale = workers / len(states) if conserve == "mean" else 1.0
-    return [_resize(states, (), partial(_share, worker, workers, scale)) for worker in range(workers)]
+    made: list[dict[str, Any]] = [
+        _resize(states, (), partial(_share, worker, workers, scale)) for worker in range(workers)
+    ]
+    for state, own in zip(made, states, strict=False):
+        state |= {name: own[name] for name in OWN if name in own}
+    return made
 
 
 def without_residuals(state: Any) -> Any:

@@ -62,7 +62,7 @@ def plan(
         float | None,
         typer.Option(help="The gradient noise scale, session.health.noise, such as 3.5."),
     ] = None,
-    budget: Annotated[str | None, typer.Option(help="Bytes that a worker may send a day, such as 500GB.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Bytes that may go over a link in a day, such as 500GB.")] = None,
     all_: Annotated[bool, typer.Option("--all", help="Show all columns.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with everything that is predicted.")] = False,
 ) -> None:

@@ -138,20 +138,22 @@ def mean(rows: Sequence[Tensor]) -> Tensor:
 
 
 def weighted_mean(rows: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Average rows of floating point by their shares, which are 1 on average, by their differences from one of them.
+    """Average rows of floating point by their shares, which are 1 on average.
 
-    So where all are equal, the mean is exactly that, also in half precision: a product of each row would be rounded.
+    Differences from the row of the largest share are averaged. So where all rows are equal, the mean is exactly that,
+    also in half precision: a product of each row would be rounded. And a large row of a small share costs no digits.
 
     >>> mean_of = weighted_mean([torch.tensor([0.1]), torch.tensor([0.1])], [0.7, 1.3])
     >>> mean_of == torch.tensor([0.1]), weighted_mean([torch.tensor([torch.nan]), torch.tensor([3.0])], [0.0, 2.0])
     (tensor([True]), tensor([3.]))
     """
     weighed = [(row if row.itemsize >= 4 else row.float(), s) for row, s in zip(rows, shares, strict=True) if s]
-    (first, _), *others = weighed
-    off = torch.zeros_like(first)
-    for other, share in others:
-        off.add_(first - other, alpha=share)
-    result = torch.sub(first, off, alpha=1 / len(rows))
+    base, _ = max(weighed, key=lambda each: each[1])
+    off = torch.zeros_like(base)
+    for row, share in weighed:
+        if row is not base:
+            off.add_(base - row, alpha=share)
+    result = torch.sub(base, off, alpha=1 / len(rows))
     if result.device.type == "cpu" and bool(result.sum().isfinite()):
         return result
     terms = torch.stack([row * (share / len(rows)) for row, share in weighed])

@@ -59,7 +59,7 @@ class SampleLedger:
         self._applied += self._taken[1] - (self._applied + self._repeated + self._lost)
 
     def resumed(self, step: int | None) -> None:
-        """Count what has no fate yet, when the workers go on after this step; None if this one does not go on."""
+        """Count what is undecided, when the workers go on after this step; None if this one does not go on."""
         if step is not None and step == self._taken[0] != self._base:
             self.committed(step)
         undecided = self.now.undecided

@@ -69,7 +69,7 @@ def frugal_on(
         if facts.times(plan) >= times:
             return plan
     # 2. Gradients of low rank, if the rank is high enough. Averaged steps lose more: each worker's Adam or Muon scales
-    # a step by the noise of its own gradients, and under SGD workers part.
+    # a step by the noise of its own gradients, and under SGD workers diverge.
     width = width_of(facts.tensors)
     if gradients:
         rank = largest_rank(facts, times, start=start)

@@ -49,6 +49,17 @@ def close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).norm() <= 1e-6 * b.norm())
 
 
+def test_counts_and_kept_states_stay_with_their_workers():
+    old = states_of(3)
+    for worker, state in enumerate(old):
+        state |= {"counted": {"now": [4, 32 * worker]}, "kept": {"reader": {"at": worker}}}
+    for workers in (2, 3, 5):
+        new = checkpoint.resize(old, workers)
+        owners = [worker if worker < 3 else 0 for worker in range(workers)]
+        assert [state["kept"]["reader"]["at"] for state in new] == owners
+        assert [state["counted"]["now"][1] for state in new] == [32 * owner for owner in owners]
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20])
 def test_the_sum_is_conserved_from_4_to_3_to_5_to_1(scale):
     old = states = states_of(4, scale)

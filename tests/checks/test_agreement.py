@@ -1,4 +1,4 @@
-"""Workers that do not mean the same thing are told so, all of them, before anything is averaged (F2 to F5)."""
+"""Workers that do not mean the same thing get an error, all of them, before anything is averaged (F2 to F5)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What `laconic plan` prints, as pages show it: one function for each table.
 
-python -m tests.docs.tables            # writes the tables of docs/choosing.md, and prints that of README.md
+python -m tests.docs.tables            # writes the tables of docs/choosing.md
 """
 
 from __future__ import annotations
@@ -72,4 +72,3 @@ def with_tables(page: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(with_tables(PAGE.read_text()))
-    sys.stdout.write(link_table())

@@ -61,7 +61,7 @@ def test_machines_of_one_worker():
     assert "a group ('machine') is one worker, so nothing is averaged inside groups." in said
 
 
-def test_a_worker_alone_is_told_nothing():
+def test_a_worker_alone_gets_no_warning():
     said = listen()
     model = nn.Linear(64, 48)
     with laconic.attach("post_local_sgd(group='machine')", model, torch.optim.SGD(model.parameters(), lr=0.1)):

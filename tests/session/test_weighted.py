@@ -265,6 +265,9 @@ def test_weighted_means_of_equal_rows_are_these_rows(dtype):
     exact = _mean_of([row.double() for row in rows], (1, 2, 3))
     assert_close(weighted_mean(rows, _shares((1, 2, 3))).to(dtype), exact, torch.finfo(dtype).eps)
     assert_close(weighted_mean(rows, [1.0] * 3).to(dtype), mean(rows).to(dtype), torch.finfo(dtype).eps)
+    outlier = [torch.tensor([each], dtype=dtype) for each in (3e4, 1.0, 1.0)]  # of next to no share
+    exact = _mean_of([row.double() for row in outlier], (1, 10**6, 10**6))
+    assert_close(weighted_mean(outlier, _shares((1, 10**6, 10**6))).to(dtype), exact, torch.finfo(dtype).eps)
 
 
 # Trainings whose gradients are given, so that what must come of them is known

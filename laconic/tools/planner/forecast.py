@@ -36,7 +36,7 @@ class Forecast:
         return sorted(self.rows, key=lambda each: (each.loss_s is None, each.loss_s or each.step_s))
 
     def as_json(self, budget_bytes: float | None = None) -> Any:
-        """Return everything as an object for JSON. `budget_bytes` is what a worker may send a day."""
+        """Return everything as an object for JSON. `budget_bytes` is what may go over a link in a day."""
         s = self.scenario
         return {
             "parameters": s.shapes.parameters,

@@ -10,7 +10,7 @@ the steps between two rounds of weights:
 It is fitted by least squares, and b to f are pulled to 0, so that few trainings are enough. Where the gradient noise is
 unknown (`noise.py`), a line without it is fitted. The interval is for nine of ten trainings like the measured ones.
 What is far from all of them has no prediction.
-`benchmarks/trainings.py --record` adds to the file, and docs/quality.md says how well training left out are predicted.
+`benchmarks/trainings.py --record` adds to the file, and docs/quality.md says how well trainings left out are predicted.
 """
 
 from __future__ import annotations
@@ -73,14 +73,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class Cell:
-    """What one plan kept of one training, in the mean over `seeds`."""
+    """What one plan kept of one training, in the mean over seeds."""
 
     name: str
     training: TrainingFacts
     plan: str
-    fewer: float
     kept: float
-    seeds: int = 1
 
 
 def family_of(plan: Plan, width: float = math.inf) -> tuple[str, float] | None:
@@ -225,7 +223,7 @@ def _law(family: str, noisy: bool) -> Law | None:
 def measured_cells() -> tuple[Cell, ...]:
     """Return what was measured at the learning rate of `ddp()`, in the mean over seeds."""
     return tuple(
-        Cell(name, TrainingFacts(**each["training"]), plan, cell["fewer"], fmean(by_seed), len(by_seed))
+        Cell(name, TrainingFacts(**each["training"]), plan, fmean(by_seed))
         for name, each in record().items()
         for plan, cell in each["plans"].items()
         if (by_seed := cell["kept"].values())

@@ -34,7 +34,7 @@ def _cells(noise: float = 0.0, trainings: int = 12, plans=PLANS) -> list[Cell]:
         of_training = noise * torch.randn(()).item()
         for plan in plans:
             lost = (_lost(_rank(plan), training.steps) + SOFT) * math.exp(of_training) - SOFT
-            found.append(Cell(f"training {index}", training, plan, 10.0, 1 - lost))
+            found.append(Cell(f"training {index}", training, plan, 1 - lost))
     return found
 
 

@@ -32,7 +32,7 @@ def headline(outcomes: Sequence[Outcome]) -> str:
     else:
         sentence = _same_steps(first, compared)
     gap = final_gap(outcomes)
-    if gap is not None and not gap.clear and first.until_loss is None:
+    if gap is not None and math.isfinite(gap.loss) and not gap.clear and first.until_loss is None:
         sentence += f" {_unclear(gap)}"
     useless = [f"{each.plan}" for each in compared if no_better_than_alone(each, outcomes)]
     if useless:
@@ -113,7 +113,7 @@ def _unclear(gap: Gap) -> str:
         return f"ddp() ends no lower than alone() ({-gap.loss:.3f} higher): there is nothing that a plan could keep."
     return (
         f"ddp() and alone() differ by {gap.loss:.3f}, which may be noise (their distance scatters by {gap.noise:.3f}): "
-        "what plans keep cannot be told. Train longer, or with more workers."
+        "nothing can be said of what plans keep. Train longer, or with more workers."
     )
 
 
