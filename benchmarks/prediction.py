@@ -18,7 +18,13 @@ import tempfile
 from itertools import combinations
 from pathlib import Path
 
-PLANS = ("ddp()", "quantized_ddp(bits=4)", "power_sgd(rank=20)", "frugal(bytes='60x')", "frugal(bytes='120x')")
+PLANS = (
+    "ddp()",
+    "quantized_ddp(bits=4)",
+    "power_sgd(rank=20)",
+    "streaming_diloco(period=4, fragments=4, delay=0)",
+    "frugal(bytes='120x')",
+)
 DIFFERS = 1.1
 
 

@@ -42,7 +42,7 @@ ROWS = (
         "streaming_diloco()",
         "sparse_loco()",
     ),
-    *("post_local_sgd()", "demo(fraction=0.07)", "demo()", "demo(fraction=0.014)"),
+    *("post_local_sgd()", "demo()", "demo(fraction=0.014)"),
 )
 
 

@@ -95,7 +95,10 @@ CONTESTANTS = (
     _deepspeed(45, swept=False),
     _ours("frugal(bytes='120x')", "2-bit weight deltas with error feedback, streamed in fragments, period 8"),
     _ours("frugal(bytes='120x', delay=1)", "the same, each fragment sent while the next step is computed"),
-    _ours("frugal(bytes='60x')", "2-bit weight deltas with error feedback, streamed in fragments, period 4"),
+    _ours(
+        "streaming_diloco(period=4, fragments=4, delay=0)",
+        "2-bit weight deltas with error feedback, streamed in fragments, period 4",
+    ),
     _ours("diloco()", "2-bit weight deltas with error feedback, every 16 steps"),
     _ours("power_sgd(rank=20)", "factors of rank 20 in 4 bits with error feedback"),
     _ours("quantized_ddp(bits=4)", "gradients in 4 bits with error feedback"),
