@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
+
+import pytest
 import torch
 from torch import nn
 
-from laconic.torch_private import steps
+from laconic.torch_private import grad_scaler, steps
 from laconic.torch_private.grad_scaler import always_call, call_as_before, scale_of
 
 
@@ -33,8 +37,12 @@ class _Wrapper:
         return getattr(self.inside, name)
 
 
-def test_a_scaler_calls_each_step_and_nothing_else_sees_that_it_does():
-    torch_step = torch.amp.GradScaler.step
+def test_a_scaler_calls_each_step_and_nothing_else_sees_that_it_does(monkeypatch: pytest.MonkeyPatch):
+    torch_step = inspect.unwrap(torch.amp.GradScaler.step)
+    # Optimizers of other tests in this process may still be there.
+    monkeypatch.setattr(torch.amp.GradScaler, "step", torch_step)
+    monkeypatch.setattr(grad_scaler, "_optimizers", weakref.WeakSet())
+    monkeypatch.setattr(grad_scaler, "_replaced", [])
     p = nn.Parameter(torch.ones(1))
     optimizer, other = torch.optim.SGD([p], lr=1.0), torch.optim.SGD([p], lr=1.0)
     seen: list[tuple[float, float]] = []
