@@ -188,7 +188,9 @@ RULED: list[Codec] = [
 ]
 
 
-@pytest.mark.parametrize("model", _odd())
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("large", "many"))) for name in _odd()]
+)
 def test_the_rules_are_what_codecs_send_and_keep(model: str) -> None:
     given, workers = _odd()[model]
     facts = facts_of(given, workers)

@@ -219,7 +219,8 @@ def _train(
     return used, sampler.state_dict()
 
 
-@pytest.mark.parametrize("plan", ["ddp()", pytest.param("post_local_sgd(period=2)", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["ddp()", "post_local_sgd(period=2)"])
 def test_resuming_with_another_number_of_workers(tmp_path, plan):
     stream: list[int] = []
     before = 0

@@ -74,7 +74,7 @@ def _start_apart(worker: int, wrapped: bool, sync: bool | None) -> tuple[float, 
     return float(weights(module).sum()), " ".join(records)
 
 
-@pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "bare"])
+@pytest.mark.parametrize("wrapped", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["ddp", "bare"])
 def test_first_weights_that_differ_are_reported_or_mended(wrapped):
     for sync in (None, True, False):
         results = run_workers(_start_apart, 3, (wrapped, sync))

@@ -271,7 +271,9 @@ def _half() -> dict[str, Tensor]:
     return {name: t.bfloat16() for name, t in (_large() | {f"s{n}": t for n, t in _small().items()}).items()}
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_extra_memory_is_at_most_two_of_ddps_buckets(workers):
     for peaks in run_workers(_peaks, workers):
         assert max(peaks.values()) <= 2 * (25 << 20), peaks

@@ -26,7 +26,11 @@ SOONER = [
     ("post_local_sgd(period=4)", "dies", False),
     ("post_local_sgd(period=4)", "dies", True),
 ]
-"""What is tried at every change; the rest at night."""
+"""What is tried at every change, the first of them always; the rest at night."""
+
+
+def _when(*case: object) -> list[pytest.MarkDecorator]:
+    return [] if case in SOONER[:2] else [pytest.mark.slow] if case in SOONER else [pytest.mark.nightly]
 
 
 def _until_lost(
@@ -81,7 +85,7 @@ def _acting(collective: Callable[..., Any], place: int, act: Callable[[], None])
 @pytest.mark.parametrize(
     ("text", "how", "wrapped"),
     [
-        pytest.param(text, how, wrapped, marks=[pytest.mark.nightly] * ((text, how, wrapped) not in SOONER))
+        pytest.param(text, how, wrapped, marks=_when(text, how, wrapped))
         for text in ("ddp()", "power_sgd(rank=2)", "post_local_sgd(period=4)")
         for how in ("dies", "dies in it", "stands still")
         for wrapped in (True, False)

@@ -26,6 +26,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
         exec(compile(block, page.name, "exec"), {})  # noqa: S102 - the documentation's own code
 
 
+@pytest.mark.slow
 def test_the_readmes_first_program_runs_as_pasted(tmp_path):
     (program,) = blocks(ROOT / "README.md", "python torchrun")
     new = [line for line in program.splitlines() if line.endswith("  # new")]

@@ -146,6 +146,7 @@ def test_all_stop_when_the_host_of_the_store_is_gone_and_continue_from_their_fol
             again.check_finals(*FOUR, momentum=0.0)
 
 
+@pytest.mark.slow
 def test_too_few_workers_do_not_commit(tmp_path):
     with Cluster(job(tmp_path, least=3, expect=3, wait_s=3.0)) as cluster:
         cluster.start("0", "1", "2")

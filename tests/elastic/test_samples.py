@@ -7,11 +7,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.elastic import read_history
 from tests.elastic.cluster import Cluster
 from tests.elastic.test_elastic import job
 
 
+@pytest.mark.slow
 def test_each_sample_of_an_epoch_is_applied_once(tmp_path):
     """Workers with batches of 1, 2 and 3 samples read ahead; they are killed, come late, and come back."""
     with Cluster(job(tmp_path, expect=2, samples=41)) as cluster:

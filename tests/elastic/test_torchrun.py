@@ -189,6 +189,7 @@ def _run_example(worker: int, *arguments: str) -> str:
     return output.getvalue()
 
 
+@pytest.mark.slow
 def test_the_example_runs_by_hand(tmp_path):
     store = elastic.serve(0, "127.0.0.1")
     for steps in ("40", "60"):  # the second run continues from what the first has saved

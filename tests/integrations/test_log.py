@@ -140,6 +140,7 @@ def _run_page(folder: Path, kinds: tuple[str, ...], before: str = "", after: str
     assert "could not be written" not in done.stderr
 
 
+@pytest.mark.slow
 def test_files_as_docs_metrics_says(tmp_path):
     _run_page(tmp_path, ("", "csv"))
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

@@ -114,7 +114,7 @@ def _save_and_resume(worker: int, text: str, way: str, folder: str) -> list[Tens
     ("text", "way"),
     [
         ("power_sgd(rank=1)", "2-D"),
-        ("diloco(period=3)", "1-D"),
+        pytest.param("diloco(period=3)", "1-D", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(text, way, tmp_path):

@@ -206,10 +206,12 @@ def _measured_names(worker: int, plan: str, every: int, steps: int) -> tuple[lis
     ("plan", "every", "at"),
     [
         (LATE, 4, [8, 12, 16, 20, 24, 28]),  # 4 to 7 arrive by 8
-        (LATE, 1, [5, 9, 13, 17, 21, 25, 29]),
+        pytest.param(LATE, 1, [5, 9, 13, 17, 21, 25, 29], marks=pytest.mark.slow),
         ("Plan(Streaming(4, 4, delay=3), ErrorFeedback(Quantized(1)))", 4, [10, 14, 18, 22, 26, 30]),
-        ("Plan(Streaming(8, 4, delay=1), ErrorFeedback(Quantized(1)))", 4, [12, 20, 28]),
-        ("Plan(Streaming(8, 4), ErrorFeedback(Quantized(1)))", 4, [11, 19, 27]),
+        pytest.param(
+            "Plan(Streaming(8, 4, delay=1), ErrorFeedback(Quantized(1)))", 4, [12, 20, 28], marks=pytest.mark.slow
+        ),
+        pytest.param("Plan(Streaming(8, 4), ErrorFeedback(Quantized(1)))", 4, [11, 19, 27], marks=pytest.mark.slow),
         ("Plan(Streaming(4, 4, delay=1, start=9), ErrorFeedback(Quantized(1)))", 4, [4, 8, 16, 20, 24, 28]),
     ],
 )

@@ -122,7 +122,7 @@ def _equal_replicas(worker: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("workers", [2, 3, 4, 5])
+@pytest.mark.parametrize("workers", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))])
 def test_equal_replicas_stay_bit_equal_when_averaged(workers, dtype):
     for before, after in run_workers(_equal_replicas, workers, (dtype,)):
         assert torch.equal(before, after)

@@ -67,13 +67,13 @@ def _measured(worker: int, plan: str, ddp: bool, dtype: torch.dtype, scale: floa
     [
         ("ddp()", False, torch.float32, 0.0),
         ("power_sgd(rank=2)", True, torch.float32, 0.0),
-        ("power_sgd(rank=2)", True, torch.float32, 256.0),
-        ("quantized_ddp()", True, torch.bfloat16, 0.0),
-        ('frugal("60x")', False, torch.float32, 0.0),
+        pytest.param("power_sgd(rank=2)", True, torch.float32, 256.0, marks=pytest.mark.slow),
+        pytest.param("quantized_ddp()", True, torch.bfloat16, 0.0, marks=pytest.mark.slow),
+        pytest.param('frugal("60x")', False, torch.float32, 0.0, marks=pytest.mark.slow),
         ('frugal("60x")', True, torch.bfloat16, 0.0),
-        ('frugal("120x", delay=1)', False, torch.float32, 256.0),
-        ("diloco(period=7, start=3)", False, torch.float32, 0.0),
-        ("post_local_sgd(period=8)", True, torch.float32, 0.0),
+        pytest.param('frugal("120x", delay=1)', False, torch.float32, 256.0, marks=pytest.mark.slow),
+        pytest.param("diloco(period=7, start=3)", False, torch.float32, 0.0, marks=pytest.mark.slow),
+        pytest.param("post_local_sgd(period=8)", True, torch.float32, 0.0, marks=pytest.mark.slow),
     ],
 )
 def test_it_is_near_its_definition_and_the_same_on_all_workers(plan, ddp, dtype, scale):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
@@ -42,6 +43,7 @@ def _train(worker: int, workers: int, folder: str) -> dict[str, Counts]:
     return found
 
 
+@pytest.mark.slow
 def test_calls_and_bytes_of_a_worker_do_not_grow_with_the_workers(tmp_path):
     found = {size: run_workers(_train, size, (size, str(tmp_path)), group=False)[-1] for size in SIZES}
     for plan in PLANS:

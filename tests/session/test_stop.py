@@ -51,8 +51,8 @@ def _train(worker: int, text: str, wrapped: bool, folder: str | None, told: int 
     ("text", "stops", "wrapped"),
     [
         ("ddp()", 10, True),
-        ("power_sgd(rank=2)", 10, False),
-        ("post_local_sgd(start=4, period=8)", 11, True),
+        pytest.param("power_sgd(rank=2)", 10, False, marks=pytest.mark.slow),
+        pytest.param("post_local_sgd(start=4, period=8)", 11, True, marks=pytest.mark.slow),
     ],
 )
 def test_all_stop_after_the_same_step_and_go_on_from_there(text, stops, wrapped, tmp_path: Path):

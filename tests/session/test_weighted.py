@@ -82,7 +82,7 @@ def _one_process(steps: int, sizes: Sequence[int] = SIZES) -> Tensor:
     return weights(model)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "bare", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "bare", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_unequal_batches_train_as_one_process_with_all_samples(kind):
     steps = 20
     one = _one_process(steps, (8, 8, 32, 32) if kind == "fsdp" else SIZES)
@@ -145,6 +145,7 @@ def _some_plans(worker: int, texts: list[str], weighted: bool) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_equal_counts_change_no_bit():
     texts = [
         "ddp()",
@@ -335,7 +336,11 @@ GRADIENTS = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "kind", "dtype"), GRADIENTS, ids=str)
+@pytest.mark.parametrize(
+    ("plan", "kind", "dtype"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (index > 1)) for index, case in enumerate(GRADIENTS)],
+    ids=str,
+)
 def test_an_excluded_worker_weighs_nothing_and_nothing_else_is_lost(plan, kind, dtype):
     results = run_workers(_gradients, 4, (plan, kind, dtype, {"nonfinite": "exclude"}))
     for name in ("a", "b"):
@@ -417,7 +422,9 @@ ROUNDS = [
 ]
 
 
-@pytest.mark.parametrize(("nan", "commit"), [(False, "streaming"), (True, "atomic")])
+@pytest.mark.parametrize(
+    ("nan", "commit"), [(False, "streaming"), pytest.param(True, "atomic", marks=pytest.mark.slow)]
+)
 def test_rounds_move_the_weights_by_the_weighted_mean(nan, commit):
     plans = [text for text in ROUNDS if not (nan and ("Streaming" in text or "Groups" in text))]
     results = run_workers(_rounds, 4, (plans, nan, commit))
@@ -526,6 +533,7 @@ def _resumed(worker: int, text: str, at: int) -> list[Tensor]:
     return [weights(model), weights(again)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["diloco(period=4)", "streaming_diloco(period=4, fragments=2, delay=1)", "hierarchical_sgd({2: 2, 4: 4})"]
 )
@@ -737,6 +745,7 @@ def _with_all(worker: int, kind: str) -> list[Any]:
     return [moved, steps, health and health.residual, sorted(state["counted"])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "bare", "fsdp"])
 def test_with_a_scaler_clipping_feedback_a_guard_and_a_signal(kind):
     results = run_workers(_with_all, 4, (kind,))
@@ -761,6 +770,7 @@ def _two_optimizers(worker: int) -> Tensor:
     return weights(model)
 
 
+@pytest.mark.slow
 def test_several_optimizers_use_the_counts_of_one_step():
     results = run_workers(_two_optimizers, 4)
     assert_equal_bits(results)

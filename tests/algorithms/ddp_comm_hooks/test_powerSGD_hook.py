@@ -81,6 +81,7 @@ def _batched(worker: int) -> dict[int, tuple[float, float, Tensor]]:
     return results
 
 
+@pytest.mark.slow
 def test_the_batched_hook_trains_at_every_rank():
     per_worker = run_workers(_batched, 2)
     for rank in (1, 2, 4):

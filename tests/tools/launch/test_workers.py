@@ -181,7 +181,7 @@ def test_a_worker_that_lost_its_peer_is_not_the_cause(script, tmp_path):
         launch(TrainingRun(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
 
 
-@pytest.mark.parametrize("how", ["return", "sys.exit(0)"])
+@pytest.mark.parametrize("how", ["return", pytest.param("sys.exit(0)", marks=pytest.mark.slow)])
 def test_a_worker_that_ends_early_is_named_beside_the_one_that_lost_it(script, tmp_path, how):
     """Worker 1 ends without an error, while worker 0 waits for it in a collective."""
     script.write_text(

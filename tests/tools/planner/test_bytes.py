@@ -112,6 +112,7 @@ def test_planned_bytes_of_more_workers(schedule, workers):
     _check(tuple(f"Plan(schedule={schedule}, codec={codec})" for codec in CODECS), workers)
 
 
+@pytest.mark.slow
 def test_planned_bytes_of_named_plans():
     _check(METHODS, 4)
 

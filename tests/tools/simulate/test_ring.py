@@ -37,7 +37,7 @@ def _means_of_gloo(worker: int, workers: int) -> list[Tensor]:
     return [digest(mean) for mean in means]
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4, 5])
+@pytest.mark.parametrize("workers", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))])
 def test_means_have_the_bits_of_gloo(workers):
     expected = iter(run_workers(_means_of_gloo, workers, (workers,))[0])
     for size in SIZES:
