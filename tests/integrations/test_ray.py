@@ -46,10 +46,11 @@ def cluster():
         "PYTHONPATH": str(ROOT),
     }
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray") as folder:
+        variables["RAY_TMPDIR"] = folder
         for name, value in variables.items():
             patch.setenv(name, value)
         node = {"num_cpus": 1, "object_store_memory": 100 << 20, "node_ip_address": "127.0.0.1"}
-        made = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False, "temp_dir": folder})
+        made = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
         try:
             made.add_node(**node)
             yield {**variables, "RAY_ADDRESS": made.address}
