@@ -138,7 +138,7 @@ class NonFiniteCheck:
             return answer
 
         end = yield from intercept(average(), see)
-        if share < 1:
+        if 0 < share < 1:
             percent = 100 * (1 - share)
             logger.warning("gradients: %.0f%% of the %ss had NaN or Inf, and were left out.", percent, self._each)
         looked = len(means) == len(own)  # at each message's first number
@@ -169,14 +169,17 @@ class NonFiniteCheck:
         """Return the share of workers whose gradients are finite; let the gradients of the others count as zeros.
 
         The finite ones are scaled up for that, and not the mean: it also holds residuals. Where means are weighted,
-        they are scaled by the share of the weight that is theirs.
+        they are scaled by the share of the weight that is theirs. If none is, as these workers have counted nothing,
+        there is no mean without the others: 0 is returned, and the step is void as where no worker is finite.
         """
         own = _finite(tensors)
         own = own if self.agree is None else self.agree(own)  # a replica is left out as a whole
         row = own.to(torch.float32).reshape(1)
         found = (yield Mean(row if weight is None else torch.cat([row, row * weight]))).tolist()
         share, of_weight = found[0], found[-1]
-        if 0 < share < 1 and of_weight:
+        if not of_weight:
+            return 0.0
+        if share < 1:
             for t in tensors.values():
                 t.copy_(t / of_weight if bool(own) else torch.zeros_like(t))
         return float(share)
