@@ -20,7 +20,7 @@ from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never, Payload, Streaming, Sync
 from laconic.plans.targets import Kind, ModelFacts, width_of
 from laconic.plans.topology import World
-from laconic.tools.planner.network import ComputedNetwork, NetworkTimes
+from laconic.tools.planner.network import NetworkTimes
 from laconic.tools.planner.quality import STEPS, Kept, TrainingFacts, predict
 from laconic.tools.planner.shapes import Shapes
 from laconic.tools.planner.timeline import Message, Timeline, released_s, timeline
@@ -96,8 +96,8 @@ class Scenario:
 
     @property
     def sharing(self) -> int:
-        """How many workers share the slowest link: those of one machine, or one."""
-        return self.network.link.sharing if isinstance(self.network, ComputedNetwork) else self.machine or 1
+        """How many workers share the slowest link: those of one machine or of another group, or one."""
+        return self.network.sharing
 
     def training(self, group: int = 1) -> TrainingFacts:
         """What is known of the training for what plans keep of it, for workers in groups that act as one."""
