@@ -12,7 +12,8 @@ from rich.table import Table
 
 from laconic.cli.tables import PipedConsole, table
 from laconic.codecs import Exact
-from laconic.cost import meta
+from laconic.cost import meta, size_of
+from laconic.exchange import check_sizes
 from laconic.plans.methods import Group
 from laconic.plans.plan import Plan
 from laconic.plans.targets import Kind
@@ -152,17 +153,15 @@ def _notes(forecast: Forecast, measured: Probe | None, all_columns: bool) -> lis
 
 def check_levels(plan: Plan, workers: int, machine: int | None) -> None:
     """Refuse a plan with groups into which so many workers cannot be divided."""
-    for size in plan.levels:
-        if size == "machine" and machine is None:
-            raise UsageError(
-                f"--plan {plan!r}: nothing says how many workers a machine has. Write the levels of the link, machines "
-                'first, as in --link "4 @ 100GB/s, 2 @ 1gbit".'
-            )
-        if isinstance(size, int) and workers % size:
-            raise UsageError(
-                f"--plan {plan!r}: it asks for groups of {size}, and {workers} workers cannot be divided so. Choose a "
-                f"size that divides {workers}."
-            )
+    if "machine" in plan.levels and machine is None:
+        raise UsageError(
+            f"--plan {plan!r}: nothing says how many workers a machine has. Write the levels of the link, machines "
+            'first, as in --link "4 @ 100GB/s, 2 @ 1gbit".'
+        )
+    try:
+        check_sizes([size_of(level, workers, machine) for level in plan.levels], workers)
+    except ValueError as error:
+        raise UsageError(f"--plan {plan!r}: {error}") from None
 
 
 def forecast_tables(
