@@ -43,8 +43,8 @@ PIPED = 100
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The options of `laconic plan`, as they are given."""
+class PlanOptions:
+    """The options of `laconic plan`, as they were given."""
 
     plans: tuple[str, ...]
     probe: Path | None
@@ -64,11 +64,11 @@ class Asked:
     budget: str | None
 
 
-def show(asked: Asked, all_columns: bool, as_json: bool) -> None:
+def show(options: PlanOptions, all_columns: bool, as_json: bool) -> None:
     """Predict each plan, and print the advice, a table and notes; or everything as JSON."""
-    limit = None if asked.budget is None else parse(asked.budget, BYTES, "--budget")
-    measured = None if asked.probe is None else _probe(asked.probe)
-    forecast = make_forecast(asked, measured)
+    limit = None if options.budget is None else parse(options.budget, BYTES, "--budget")
+    measured = None if options.probe is None else _probe(options.probe)
+    forecast = make_forecast(options, measured)
     if as_json:
         print(json.dumps(forecast.as_json(limit), indent=1))
         return
@@ -79,21 +79,21 @@ def show(asked: Asked, all_columns: bool, as_json: bool) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def make_forecast(asked: Asked, measured: Probe | None = None) -> Forecast:
+def make_forecast(options: PlanOptions, measured: Probe | None = None) -> Forecast:
     """Predict the plans that are asked for; by default the front, on levels of links also between groups."""
-    if any(text.replace(" ", "") in ("auto", "auto()") for text in asked.plans):
+    if any(text.replace(" ", "") in ("auto", "auto()") for text in options.plans):
         raise UsageError(
             "--plan auto: it measures a training and then chooses one of the plans that are compared without --plan. "
             "Leave it out."
         )
-    given = [parse_plan(text) for text in asked.plans]
-    check_count("workers", asked.workers)
-    check_count("steps", asked.steps)
-    shapes = _shapes(asked, measured)
-    network, count, machine = _network(asked, measured)
+    given = [parse_plan(text) for text in options.plans]
+    check_count("workers", options.workers)
+    check_count("steps", options.steps)
+    shapes = _shapes(options, measured)
+    network, count, machine = _network(options, measured)
     for each in given:
         check_levels(each, count, machine)
-    noise = asked.noise
+    noise = options.noise
     if noise is not None and not (isfinite(noise) and noise >= 0):
         raise UsageError(f"--noise {noise}: it must be 0 or more, such as 3.5: a guard measures it as it trains.")
     codec_s = {} if measured is None else {parse_plan(each.plan): each.seconds for each in measured.codecs}
@@ -101,14 +101,14 @@ def make_forecast(asked: Asked, measured: Probe | None = None) -> Forecast:
         shapes,
         count,
         network,
-        _step_s(asked.step, measured),
+        _step_s(options.step, measured),
         codec_s,
         machine,
         _spread(measured),
-        asked.bare,
+        options.bare,
         noise,
-        asked.steps,
-        (asked.optimizer,),
+        options.steps,
+        (options.optimizer,),
     )
     try:
         return Forecast(given or plans_of(_group(scenario)), scenario)
@@ -231,11 +231,11 @@ def _probe(path: Path) -> Probe:
         raise UsageError(f"--probe {error}") from None
 
 
-def _network(asked: Asked, probe: Probe | None) -> tuple[ComputedNetwork | MeasuredNetwork, int, int | None]:
+def _network(options: PlanOptions, probe: Probe | None) -> tuple[ComputedNetwork | MeasuredNetwork, int, int | None]:
     """Return the network, its workers, and those of one machine if it has machines of several."""
-    latency = asked.latency
-    if asked.link is not None:
-        found = _link(asked.link, asked.workers)
+    latency = options.latency
+    if options.link is not None:
+        found = _link(options.link, options.workers)
         machine = found.levels[0].count if len(found.levels) > 1 else None
         return (
             ComputedNetwork(found, 0.0 if latency is None else parse(latency, DURATION, "--latency")),
@@ -268,8 +268,8 @@ def _step_s(step: str | None, probe: Probe | None) -> float:
     return probe.step.seconds
 
 
-def _shapes(asked: Asked, probe: Probe | None) -> Shapes:
-    model, parameters, layers, shapes = asked.model, asked.parameters, asked.layers, asked.shapes
+def _shapes(options: PlanOptions, probe: Probe | None) -> Shapes:
+    model, parameters, layers, shapes = options.model, options.parameters, options.layers, options.shapes
     given = [name for name, value in (("--model", model), ("--parameters", parameters), ("--shapes", shapes)) if value]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)}: one model is enough. Leave out one of them.")
@@ -280,12 +280,12 @@ def _shapes(asked: Asked, probe: Probe | None) -> Shapes:
         )
     if parameters is not None:
         whole = from_count(round(parse(parameters, COUNT, "--parameters")), layers)
-        return (
-            whole if asked.trainable is None else _adapters(whole, round(parse(asked.trainable, COUNT, "--trainable")))
-        )
-    if asked.trainable is not None:
+        if options.trainable is None:
+            return whole
+        return _adapters(whole, round(parse(options.trainable, COUNT, "--trainable")))
+    if options.trainable is not None:
         raise UsageError(
-            f"--trainable {asked.trainable}: it says how many of --parameters are trained. Add --parameters 8B, the "
+            f"--trainable {options.trainable}: it says how many of --parameters are trained. Add --parameters 8B, the "
             "size of the whole model. Of --model and --shapes, what is trained is known."
         )
     if model is not None:
