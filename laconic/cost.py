@@ -22,7 +22,7 @@ from laconic.comm.averaging import pieces
 from laconic.comm.dry import dry
 from laconic.exchange import Averaged, Exchange, Level, Peers, State, check_sizes
 from laconic.ledger import Entry, Ledger, crossing_bytes
-from laconic.packing import bucketed, in_buckets, in_parts, shift_of, sizes_of, wide_dtype
+from laconic.packing import bucketed, in_buckets, in_fragments, shift_of, sizes_of, wide_dtype
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Every, Payload, Streaming, Sync
 from laconic.plans.targets import Kind, ModelFacts
@@ -130,7 +130,7 @@ def planned(
     if plan.needs_anchor:  # deltas are fp32 or fp64
         tensors = widened(tensors)
     states: State = {} if state is None else state
-    fragments = in_parts(tensors, plan.schedule.fragments)
+    fragments = in_fragments(tensors, plan.schedule.fragments)
     known: dict[tuple[Sync, int], list[tuple[tuple[str, ...], tuple[Entry, ...]]]] = {}
     turns: Counter[Sync] = Counter()
     for step in _steps(plan):
@@ -303,9 +303,9 @@ def _in_shards(codec: Quantized | TopK, numels: Mapping[str, int], workers: int)
 
 
 @lru_cache(maxsize=4096)  # models have many tensors of one shape
-def _owned(shares: tuple[tuple[int, int], ...], workers: int) -> tuple[int, int]:
+def _owned(placed: tuple[tuple[int, int], ...], workers: int) -> tuple[int, int]:
     """Return how many rows the first worker owns, and the most that any does."""
-    sizes = sizes_of(shares, workers)
+    sizes = sizes_of(placed, workers)
     return int(sizes[0]), int(sizes.max())
 
 

@@ -28,7 +28,7 @@ from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.planner.probe_data import MACHINE, Probe, ProbeError
 from laconic.tools.planner.quality import Kept
 from laconic.tools.planner.shapes import Shapes, adapters, from_count, from_file, from_module
-from laconic.tools.units import BYTES, COUNT, DURATION, human_bytes, parse, rate_text, share
+from laconic.tools.units import BYTES, COUNT, DURATION, human_bytes, parse, percent, rate_text
 
 OUTCOME = ("sent\na step", "step", "kept", "sooner\nthan ddp")
 """The columns that decide: "sooner" is to the same loss."""
@@ -200,7 +200,7 @@ def _cell(heading: str, each: Prediction, forecast: Forecast, budget_bytes: floa
         "sent\na step": human_bytes(each.link_bytes_per_step),
         "sent by\na worker": human_bytes(each.sent_bytes_per_step),
         "step": f"{each.step_s:.3g} s" if low == high else f"{each.step_s:.3g} s\n{low:.2g} to {high:.2g}",
-        "computing": share(each.now.utilisation),
+        "computing": percent(each.now.utilisation),
         "kept": _kept(each.predicted),
         "sooner\nthan ddp": _times(each.sooner_than(forecast.ddp)),
         "sooner\nthan alone": _times(each.sooner_than(forecast.alone)),
@@ -216,8 +216,8 @@ def _cell(heading: str, each: Prediction, forecast: Forecast, budget_bytes: floa
 
 def _kept(found: Kept | None) -> str:
     if found is None or found.low == found.high:
-        return share(None if found is None else found.value)
-    return f"{share(found.value)}\n{share(found.low)} to {share(found.high)}"
+        return percent(None if found is None else found.value)
+    return f"{percent(found.value)}\n{percent(found.low)} to {percent(found.high)}"
 
 
 def _times(value: float | None) -> str:

@@ -53,7 +53,7 @@ def reduce_in_shards(
     rows = shards.rows(tensors)  # [n, row]
     sent = codec.encode(rows, shards.counts, shards.keys(turn, worker))  # [n, bytes]
     parts = codec.decode((yield AllToAll(sent[shards.order], shards.sizes)), rows.dtype)  # [workers, mine, row]
-    # 2. The owner averages its rows. Its own share it has exactly: it need not use its own message.
+    # 2. The owner averages its rows. Its own numbers it has exactly: it need not use its own message.
     exact = parts[worker] = rows[mine]  # [mine, row]
     mean_of_mine = parts.div_(workers).sum(0)
     counts = None if shards.counts is None else shards.counts[mine]

@@ -14,7 +14,7 @@ from laconic.cost import cycle_of, facts_of, has_rule, kept_bytes, planned, tens
 from laconic.exchange import State, level_name
 from laconic.ledger import Entry, crossing_bytes, wire_bytes
 from laconic.noise import worth
-from laconic.packing import in_parts
+from laconic.packing import in_fragments
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never, Payload, Streaming, Sync
@@ -146,7 +146,7 @@ class Prediction:
         """List what workers send each other beside the data: headers, and digests of what has become equal."""
         s, schedule = self.scenario, self.resolved.schedule
         delay = schedule.delay if isinstance(schedule, Streaming) else 0
-        fragments = in_parts(s.shapes.tensors, schedule.fragments)
+        fragments = in_fragments(s.shapes.tensors, schedule.fragments)
         for place in range(self.cycle):
             for sync in self.resolved.syncs_at(schedule.start + place):
                 weights, (level, size) = sync.payload is Payload.WEIGHTS, self._level(sync)
