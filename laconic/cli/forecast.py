@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
+import torch
 from rich.table import Table
 
 from laconic.cli.tables import PipedConsole, table
@@ -66,6 +67,7 @@ class PlanOptions:
 
 def show(options: PlanOptions, all_columns: bool, as_json: bool) -> None:
     """Predict each plan, and print the advice, a table and notes; or everything as JSON."""
+    torch.set_num_threads(1)  # equations in five unknowns: more threads only wait for each other
     limit = None if options.budget is None else parse(options.budget, BYTES, "--budget")
     measured = None if options.probe is None else _probe(options.probe)
     forecast = make_forecast(options, measured)

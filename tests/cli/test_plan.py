@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
+import torch
 from rich.console import Console
 
 from laconic.cli import plan
@@ -58,6 +59,13 @@ def test_table_and_budget(here):
     whole = here(*BASE, "--all").out
     assert "break-even" in whole and "frugal(bytes='60x') is streaming_diloco(" in whole
     assert {row["resolved"] for row in json.loads(here(*BASE, "--json").out)["rows"]} > {"ddp()", "diloco(period=16)"}
+
+
+def test_one_thread_is_enough(here):
+    """With more, torch's threads wait for each other in equations of five unknowns: 0.5 s of CPU."""
+    torch.set_num_threads(2)
+    assert here(*TWO).code == 0
+    assert torch.get_num_threads() == 1
 
 
 def test_noise(here):
