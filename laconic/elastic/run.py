@@ -270,7 +270,7 @@ class Run:
         """
         if error is not None:
             return self._recovers_from(error)
-        self._check_kept()
+        self._history.check_kept()
         try:
             if self._commits.is_due() and self.session.step < self._total and self._commit():
                 self._recover()
@@ -309,22 +309,12 @@ class Run:
         """Continue without the workers that were lost, and return True; False for any other error."""
         if not is_loss(self.session, error):
             return False
-        self._check_kept()
+        self._history.check_kept()
         after = self._history.newest.step
         logger.warning("a worker was lost after step %d; the run goes on: the others form a new group.", after)
         logger.info("how it was noticed: %s", error)
         self._recover()
         return True
-
-    def _check_kept(self) -> None:
-        """Refuse what the session keeps only since the last commit, to which a loss takes the run back."""
-        newest = self._history.newest
-        if new := self.session.kept.keys() - newest.states["session"].get("kept", {}).keys():
-            raise RuntimeError(
-                f"the session keeps {', '.join(map(repr, sorted(new)))} only since step {newest.step}, and a run that "
-                "loses a worker goes back to that step, without a state of it. Call session.keep (or make the sampler) "
-                "before the loop over run.steps(total)."
-            )
 
     def _recover(self) -> None:
         """Form the next generation, and continue from the newest commit that all of its members hold."""
