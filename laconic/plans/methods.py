@@ -88,7 +88,7 @@ def power_sgd(
 
 
 def quantized_ddp(bits: int = 4, block: int = 128, start: int = 1, group: Group = None) -> Plan:
-    """Average gradients at every step in few bits, with error feedback: 4 bits cost nothing measurable.
+    """Average gradients at every step in few bits, with error feedback: 4 bits cost next to nothing (docs/quality.md).
 
     >>> quantized_ddp().codec
     ErrorFeedback(codec=Quantized(bits=4))
