@@ -411,16 +411,20 @@ class Session:
         self._restart()
 
     def _load_kept(self, step: int, states: Mapping[str, Any]) -> None:
-        """Go to a step, from which samplers count, and load what is kept. If one refuses its state, undo all of it."""
-        before = self.step, copy.deepcopy({name: each.state_dict() for name, each in self._kept.items()})
+        """Go to a step, from which samplers count, and load what is kept. If one refuses its state, undo all of it.
+
+        Nothing comes after the last one, so it needs no copy: it is as it was if it refuses.
+        """
+        was, things = self.step, list(self._kept.items())
+        before = [(each, copy.deepcopy(each.state_dict())) for _, each in things[:-1]]
         try:
             self.step = step
-            for name, each in self._kept.items():
+            for name, each in things:
                 each.load_state_dict(states[name])
         except BaseException:
-            self.step = before[0]
-            for name, each in self._kept.items():
-                each.load_state_dict(before[1][name])
+            self.step = was
+            for each, state in before:
+                each.load_state_dict(state)
             raise
 
     # What observers and tools may call
