@@ -10,7 +10,7 @@ from math import ceil, inf
 from laconic.checks.agreement import DIGEST_BYTES
 from laconic.checks.headers import HEADER_BYTES
 from laconic.codecs.routing import routed
-from laconic.cost import cycle_of, facts_of, has_rule, kept_bytes, planned, tensor_bytes, widened
+from laconic.cost import cycle_of, facts_of, has_rule, kept_bytes, planned, size_of, tensor_bytes, widened
 from laconic.exchange import State, level_name
 from laconic.ledger import Entry, crossing_bytes, wire_bytes
 from laconic.noise import worth
@@ -165,7 +165,7 @@ class Prediction:
     def _level(self, sync: Sync) -> tuple[str, int]:
         """Return the name of a level, and the workers of one of its groups."""
         s = self.scenario
-        size = s.workers if sync.level is None else sync.level if isinstance(sync.level, int) else s.machine or 1
+        size = size_of(sync.level, s.workers, s.machine)
         return level_name(None if size == s.workers else size), size
 
     # What is sent.
