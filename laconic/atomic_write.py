@@ -16,7 +16,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     try:
         if path.exists():
             temporary.chmod(path.stat().st_mode & 0o7777)
-        os.replace(temporary, path)
+        os.rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -20,9 +20,9 @@ from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, L
 from laconic.codecs.routing import routed
 from laconic.comm.averaging import pieces
 from laconic.comm.dry import dry
-from laconic.exchange import Averaged, Exchange, Level, Peers, State
+from laconic.exchange import Averaged, Exchange, Level, Peers, State, check_sizes
 from laconic.ledger import Entry, Ledger, crossing_bytes
-from laconic.packing import bucketed, in_buckets, in_parts, shift_of, sizes_of, wide_dtype
+from laconic.packing import bucketed, in_buckets, in_fragments, shift_of, sizes_of, wide_dtype
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Every, Payload, Streaming, Sync
 from laconic.plans.targets import Kind, ModelFacts
@@ -73,6 +73,7 @@ def sent_bytes(
             f"sent_bytes(workers={workers!r}, machine={machine!r}): machine must be the number of workers of each "
             "machine, which divides workers, such as workers=8, machine=4. Leave it out for plans without groups."
         )
+    check_sizes([size_of(level, workers, machine) for level in plan.levels], workers)
     facts = facts_of(named_tensors, workers, buffers, machine=machine)
     plan = plan.resolved(facts)
     sent = planned(plan, facts.tensors, workers, machine=machine, buffers=facts.buffers)
@@ -99,7 +100,7 @@ def facts_of(
         sent = [each for one in planned(outermost, tensors, workers, buffers=held) for each in one.collectives]
         if inner is None:
             return sum(each.wire_bytes for each in sent) / cycle_of(plan)
-        size = _size(inner, workers, machine)
+        size = size_of(inner, workers, machine)
         return sum(crossing_bytes(each.op, each.payload_bytes, workers, size) for each in sent) / cycle_of(plan)
 
     return ModelFacts(tensors, held, tuple(optimizers), workers, count)
@@ -129,12 +130,12 @@ def planned(
     if plan.needs_anchor:  # deltas are fp32 or fp64
         tensors = widened(tensors)
     states: State = {} if state is None else state
-    fragments = in_parts(tensors, plan.schedule.fragments)
+    fragments = in_fragments(tensors, plan.schedule.fragments)
     known: dict[tuple[Sync, int], list[tuple[tuple[str, ...], tuple[Entry, ...]]]] = {}
     turns: Counter[Sync] = Counter()
     for step in _steps(plan):
         for sync in plan.syncs_at(step):
-            size = _size(sync.level, workers, machine)
+            size = size_of(sync.level, workers, machine)
             turn = turns[sync] % 2  # alternating rounds send both factors in turn
             turns[sync] += 1
             codec = routed(plan.codec_of(sync, step))
@@ -196,7 +197,8 @@ def _whole(op: str, tensors: Mapping[str, Tensor]) -> _Message:
     return _Message(op, next(iter(tensors.values())).dtype, sum(t.nbytes for t in tensors.values()))
 
 
-def _size(level: Level, workers: int, machine: int | None) -> int:
+def size_of(level: Level, workers: int, machine: int | None) -> int:
+    """Return how many workers are in a group of a level, where so many are on one machine."""
     if level == "machine":
         if machine is None:
             raise ValueError("a plan with groups of one machine: tell how many workers a machine has, as in machine=4.")
@@ -301,9 +303,9 @@ def _in_shards(codec: Quantized | TopK, numels: Mapping[str, int], workers: int)
 
 
 @lru_cache(maxsize=4096)  # models have many tensors of one shape
-def _owned(shares: tuple[tuple[int, int], ...], workers: int) -> tuple[int, int]:
+def _owned(placed: tuple[tuple[int, int], ...], workers: int) -> tuple[int, int]:
     """Return how many rows the first worker owns, and the most that any does."""
-    sizes = sizes_of(shares, workers)
+    sizes = sizes_of(placed, workers)
     return int(sizes[0]), int(sizes.max())
 
 

@@ -46,6 +46,21 @@ def level_name(level: Level) -> str:
     return "world" if level is None else f"groups of {level}" if isinstance(level, int) else level
 
 
+def check_sizes(sizes: Sequence[int], workers: int) -> None:
+    """Refuse groups, innermost first, into which so many workers cannot be divided, or of which the last is not all."""
+    for size in sizes:
+        if workers % size:
+            raise ValueError(
+                f"the plan asks for groups of {size}, and {workers} workers cannot be divided so. "
+                f"Choose a size that divides {workers}."
+            )
+    if sizes and sizes[-1] != workers:
+        raise ValueError(
+            f"the plan's last groups have {sizes[-1]} workers, and there are {workers}. The last "
+            f"level must be all of them: write {workers} there, or start {sizes[-1]} workers."
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Mean:
     """The mean of `x` over all workers, in `x`'s shape and dtype.

@@ -4,7 +4,7 @@
     unpack(flat, like=tensors)      # views of it, with the names and shapes of `tensors`
 
 `pack` and `unpack` are inverses. `pack(..., alias=True)` does not copy tensors that are adjacent in memory, as the
-gradients of a DDP bucket are. `in_buckets`, `bucketed`, `in_parts` and `cut` divide a model or a tensor by size.
+gradients of a DDP bucket are. `in_buckets`, `bucketed`, `in_fragments` and `cut` divide a model or a tensor by size.
 `Shards` divides tensors into rows, each of which one worker averages.
 """
 
@@ -144,21 +144,21 @@ def bucketed(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     return [{name: tensors[name] for name in names} for names in in_buckets(tensors)]
 
 
-def in_parts(tensors: Mapping[str, Tensor], parts: int) -> list[list[str]]:
-    """Distribute names over parts of about the same size: the largest first, each to the smallest part so far.
+def in_fragments(tensors: Mapping[str, Tensor], fragments: int) -> list[list[str]]:
+    """Distribute names over fragments of about the same size: the largest first, each to the smallest so far.
 
-    Of fewer names than parts, some parts are empty.
+    Of fewer names than fragments, some fragments are empty.
 
-    >>> in_parts({"a": torch.ones(5), "b": torch.ones(3), "c": torch.ones(4), "d": torch.ones(1)}, parts=2)
+    >>> in_fragments({"a": torch.ones(5), "b": torch.ones(3), "c": torch.ones(4), "d": torch.ones(1)}, fragments=2)
     [['a', 'd'], ['b', 'c']]
     """
-    filled = [0] * parts
-    part_of: dict[str, int] = {}
+    filled = [0] * fragments
+    fragment_of: dict[str, int] = {}
     for name in sorted(tensors, key=lambda name: (-tensors[name].numel(), name)):
         smallest = filled.index(min(filled))
         filled[smallest] += tensors[name].numel()
-        part_of[name] = smallest
-    return [[name for name in tensors if part_of[name] == part] for part in range(parts)]
+        fragment_of[name] = smallest
+    return [[name for name in tensors if fragment_of[name] == each] for each in range(fragments)]
 
 
 def cut(t: Tensor, cap_bytes: int) -> list[Tensor]:
@@ -214,8 +214,8 @@ class Shards:
             owners.append((part + key) % workers)  # so that small tensors are spread
             counts += [torch.full((rows - 1,), row), torch.tensor([shape.numel() - (rows - 1) * row])]
             keys.append(index + (key << 24))
-        shares = [(count_of[name], shift_of(name, workers)) for name in count_of]
-        self.sizes: tuple[int, ...] = tuple(sizes_of(shares, workers).tolist())
+        placed = [(count_of[name], shift_of(name, workers)) for name in count_of]
+        self.sizes: tuple[int, ...] = tuple(sizes_of(placed, workers).tolist())
         self.starts = [0, *accumulate(self.sizes)]
         self.most = max(self.sizes)
         owner, starts = torch.cat(owners), torch.tensor(self.starts, device=device)
@@ -254,11 +254,11 @@ def shift_of(name: str, workers: int) -> int:
     return zlib.crc32(name.encode()) % workers
 
 
-def sizes_of(shares: Iterable[tuple[int, int]], workers: int) -> Tensor:
+def sizes_of(placed: Iterable[tuple[int, int]], workers: int) -> Tensor:
     """Return how many rows each worker owns of tensors, each given by its rows and `shift_of` its name."""
     sizes = torch.zeros(workers, dtype=torch.int64)
     parts = torch.arange(workers + 1)
-    for rows, shift in shares:
+    for rows, shift in placed:
         sizes += (parts * rows // workers).diff().roll(shift)
     return sizes
 

@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "guard": CORE | {"session", "noise"},
     "data": {"values", "errors", "session"},
     "algorithms": TRAINING,
-    "checkpoint": TRAINING,
+    "checkpoint": TRAINING | {"atomic_write"},
     "elastic": TRAINING | {"data", "checkpoint", "atomic_write"},
     "integrations": TRAINING | {"checkpoint", "elastic"},
     "tools": TRAINING | {"atomic_write", "elastic"},

@@ -115,6 +115,20 @@ def test_a_machine_has_as_many_workers_as_divide_them(machine: Any) -> None:
         laconic.sent_bytes(laconic.diloco(group="machine"), SHAPES, 8, machine=machine)
 
 
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (laconic.frugal(group=3), "groups of 3, and 8 workers cannot be divided so. Choose a size that divides 8"),
+        (laconic.diloco(group=3), "groups of 3, and 8 workers cannot be divided so"),
+        (laconic.hierarchical_sgd({2: 4}), "last groups have 4 workers, and there are 8"),
+    ],
+    ids=str,
+)
+def test_groups_that_do_not_fit_are_refused_as_by_attach(plan: Plan, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        laconic.sent_bytes(plan, SHAPES, workers=8)
+
+
 def test_plans_with_an_anchor_send_encoded_deltas() -> None:
     plan = Plan(Every(4), Cast("bf16"))
     assert plan.needs_anchor

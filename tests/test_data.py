@@ -287,3 +287,33 @@ def test_a_session_keeps_the_state_of_other_objects():
     with pytest.raises(ValueError, match=r"saved without 'c', which the session keeps. Load it first"):
         lacking.load_state_dict(saved)
     assert lacking.step == 0
+
+
+def test_if_a_kept_object_refuses_its_state_nothing_is_loaded():
+    saved = attached()
+    saved.keep("a", Counts(1))
+    ElasticSampler(SIZE, saved, batch=1)
+    saved.step = 3
+    state = saved.state_dict()
+    session = attached()
+    first, sampler = Counts(7), ElasticSampler(SIZE + 1, session, batch=1, name="z")
+    session.keep("a", first)
+    session.step = 2
+    with pytest.raises(ValueError, match=f"saved with size {SIZE}, and ElasticSampler has {SIZE + 1}"):
+        session.load_state_dict(state | {"kept": {"a": state["kept"]["a"], "z": state["kept"]["data"]}})
+    assert (session.step, first.value, sampler.position) == (2, 7, 2)
+
+
+def test_an_object_that_refuses_its_state_is_not_kept():
+    session = attached()
+    session.load_state_dict(session.state_dict() | {"kept": {"data": {"position": 1, "size": SIZE + 1}}})
+    with pytest.raises(ValueError, match=f"saved with size {SIZE + 1}"):
+        ElasticSampler(SIZE, session, batch=1)
+    assert "data" not in session.kept and "data" in session.state_dict()["kept"]
+
+
+def test_an_object_without_a_state_is_not_kept():
+    session = attached()
+    with pytest.raises(TypeError, match=r"keep\('a', list\): it needs the methods state_dict\(\) and load_state_dict"):
+        session.keep("a", [])  # type: ignore[arg-type]
+    assert not session.kept

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
+from laconic.atomic_write import write_atomically
 from laconic.checkpoint.state import NATIVE_DTYPES, dense, dtype_name, flatten, unflatten
 from laconic.errors import CheckpointError
 
@@ -45,16 +46,6 @@ class FileRecord:
 def worker_file(worker: int) -> str:
     """Return the name of a worker's file."""
     return f"worker-{worker:05d}.safetensors"
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and fsync it. It appears when it is whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, path)
 
 
 def write_state(path: Path, state: Any) -> FileRecord:
@@ -159,7 +150,7 @@ def _mismatch(path: Path, found: str, listed: object) -> CheckpointError:
 
 def write_manifest(folder: Path, step: int, records: Sequence[FileRecord]) -> None:
     """Write the manifest, from the record of each worker's file."""
-    write_synced(folder / MANIFEST, _manifest(step, records))
+    write_atomically(folder / MANIFEST, _manifest(step, records))
 
 
 def _manifest(step: int, records: Sequence[FileRecord]) -> bytes:

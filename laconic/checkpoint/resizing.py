@@ -12,8 +12,9 @@ from torch import Tensor
 from laconic.values import is_whole
 
 RESIDUAL = "residual"
-OWN = ("counted", "kept")
-"""What else belongs to one worker: what it has counted with `session.weigh`, and the states of `session.keep`."""
+OWN = ("counted", "kept", "in_flight")
+"""What else belongs to one worker: what it has counted with `session.weigh`, the states of `session.keep`, and its
+weights when it sent the fragments that are in flight."""
 
 
 def resize(
@@ -26,8 +27,9 @@ def resize(
     [3.0, 4.0]
 
     Workers that stay keep their residuals, and get an equal share of those of the workers that leave. Workers that join
-    start with zero residuals. What a worker has counted and the states of `session.keep` stay its own, too; workers
-    that join get those of worker 0. All other state is shared; it is that of worker 0, and not copied.
+    start with zero residuals. What a worker has counted, what it has in flight and the states of `session.keep` stay
+    its own, too; workers that join get those of worker 0, whose model and optimizer they must load. All other state is
+    shared; it is that of worker 0, and not copied.
 
     `conserve="sum"` keeps the sum of the residuals. A sync adds their *mean*, so the same sum moves the model further
     with fewer workers. `conserve="mean"` scales the residuals by new / old number of workers to correct that.

@@ -26,6 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
+from laconic.atomic_write import write_atomically
 from laconic.checkpoint import files
 from laconic.checkpoint import folder as folders
 from laconic.checkpoint.loading import StrPath, checkpoints, verify
@@ -203,7 +204,7 @@ class SaveTask:
             )
         try:
             record = files.write_flat(temporary / files.worker_file(self.worker), skeleton, tensors)
-            files.write_synced(self._record_path(self.worker), json.dumps(asdict(record)).encode())
+            write_atomically(self._record_path(self.worker), json.dumps(asdict(record)).encode())
         except Exception as error:
             if not temporary.is_dir():  # worker 0 has removed it, and this error only follows from that
                 raise _cancelled() from error

@@ -112,9 +112,9 @@ class NonFiniteCheck:
         if self.policy == "ignore":
             unseen = yield from average()
             return unseen if unseen.decided else replace(unseen, finite=lambda: _finite(tensors))
-        share = 1.0
+        fraction = 1.0
         if self.policy == "exclude":
-            share = yield from self._share_of_finite(tensors, weight)
+            fraction = yield from self._finite_fraction(tensors, weight)
         own: list[Finding] = []
         means: list[bool] = []
         ok: Tensor | None = None
@@ -138,8 +138,8 @@ class NonFiniteCheck:
             return answer
 
         end = yield from intercept(average(), see)
-        if share < 1:
-            percent = 100 * (1 - share)
+        if 0 < fraction < 1:
+            percent = 100 * (1 - fraction)
             logger.warning("gradients: %.0f%% of the %ss had NaN or Inf, and were left out.", percent, self._each)
         looked = len(means) == len(own)  # at each message's first number
         finite = all(means) if looked else end.finite() if ok is None else ok
@@ -165,21 +165,24 @@ class NonFiniteCheck:
         self._seen.append(_Observed([], bool(ok), ()))
         return bool(ok)
 
-    def _share_of_finite(self, tensors: Mapping[str, Tensor], weight: float | None) -> Exchange[float]:
-        """Return the share of workers whose gradients are finite; let the gradients of the others count as zeros.
+    def _finite_fraction(self, tensors: Mapping[str, Tensor], weight: float | None) -> Exchange[float]:
+        """Return the fraction of workers whose gradients are finite; let the gradients of the others count as zeros.
 
         The finite ones are scaled up for that, and not the mean: it also holds residuals. Where means are weighted,
-        they are scaled by the share of the weight that is theirs.
+        they are scaled by the share of the weight that is theirs. If none is, as these workers have counted nothing,
+        there is no mean without the others: 0 is returned, and the step is void as where no worker is finite.
         """
         own = _finite(tensors)
         own = own if self.agree is None else self.agree(own)  # a replica is left out as a whole
         row = own.to(torch.float32).reshape(1)
         found = (yield Mean(row if weight is None else torch.cat([row, row * weight]))).tolist()
-        share, of_weight = found[0], found[-1]
-        if 0 < share < 1 and of_weight:
+        fraction, of_weight = found[0], found[-1]
+        if not of_weight:
+            return 0.0
+        if fraction < 1:
             for t in tensors.values():
                 t.copy_(t / of_weight if bool(own) else torch.zeros_like(t))
-        return float(share)
+        return float(fraction)
 
     def forget(self) -> None:
         """Drop what was noted."""

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
+import torch
 from rich.table import Table
 
 from laconic.cli.tables import PipedConsole, table
 from laconic.codecs import Exact
-from laconic.cost import meta
+from laconic.cost import meta, size_of
+from laconic.exchange import check_sizes
 from laconic.plans.methods import Group
 from laconic.plans.plan import Plan
 from laconic.plans.targets import Kind
@@ -27,7 +29,7 @@ from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.planner.probe_data import MACHINE, Probe, ProbeError
 from laconic.tools.planner.quality import Kept
 from laconic.tools.planner.shapes import Shapes, adapters, from_count, from_file, from_module
-from laconic.tools.units import BYTES, COUNT, DURATION, human_bytes, parse, rate_text, share
+from laconic.tools.units import BYTES, COUNT, DURATION, human_bytes, parse, percent, rate_text
 
 OUTCOME = ("sent\na step", "step", "kept", "sooner\nthan ddp")
 """The columns that decide: "sooner" is to the same loss."""
@@ -42,8 +44,8 @@ PIPED = 100
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The options of `laconic plan`, as they are given."""
+class PlanOptions:
+    """The options of `laconic plan`, as they were given."""
 
     plans: tuple[str, ...]
     probe: Path | None
@@ -63,11 +65,12 @@ class Asked:
     budget: str | None
 
 
-def show(asked: Asked, all_columns: bool, as_json: bool) -> None:
+def show(options: PlanOptions, all_columns: bool, as_json: bool) -> None:
     """Predict each plan, and print the advice, a table and notes; or everything as JSON."""
-    limit = None if asked.budget is None else parse(asked.budget, BYTES, "--budget")
-    measured = None if asked.probe is None else _probe(asked.probe)
-    forecast = make_forecast(asked, measured)
+    torch.set_num_threads(1)  # equations in five unknowns: more threads only wait for each other
+    limit = None if options.budget is None else parse(options.budget, BYTES, "--budget")
+    measured = None if options.probe is None else _probe(options.probe)
+    forecast = make_forecast(options, measured)
     if as_json:
         print(json.dumps(forecast.as_json(limit), indent=1))
         return
@@ -78,21 +81,21 @@ def show(asked: Asked, all_columns: bool, as_json: bool) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def make_forecast(asked: Asked, measured: Probe | None = None) -> Forecast:
+def make_forecast(options: PlanOptions, measured: Probe | None = None) -> Forecast:
     """Predict the plans that are asked for; by default the front, on levels of links also between groups."""
-    if any(text.replace(" ", "") in ("auto", "auto()") for text in asked.plans):
+    if any(text.replace(" ", "") in ("auto", "auto()") for text in options.plans):
         raise UsageError(
             "--plan auto: it measures a training and then chooses one of the plans that are compared without --plan. "
             "Leave it out."
         )
-    given = [parse_plan(text) for text in asked.plans]
-    check_count("workers", asked.workers)
-    check_count("steps", asked.steps)
-    shapes = _shapes(asked, measured)
-    network, count, machine = _network(asked, measured)
+    given = [parse_plan(text) for text in options.plans]
+    check_count("workers", options.workers)
+    check_count("steps", options.steps)
+    shapes = _shapes(options, measured)
+    network, count, machine = _network(options, measured)
     for each in given:
         check_levels(each, count, machine)
-    noise = asked.noise
+    noise = options.noise
     if noise is not None and not (isfinite(noise) and noise >= 0):
         raise UsageError(f"--noise {noise}: it must be 0 or more, such as 3.5: a guard measures it as it trains.")
     codec_s = {} if measured is None else {parse_plan(each.plan): each.seconds for each in measured.codecs}
@@ -100,14 +103,14 @@ def make_forecast(asked: Asked, measured: Probe | None = None) -> Forecast:
         shapes,
         count,
         network,
-        _step_s(asked.step, measured),
+        _step_s(options.step, measured),
         codec_s,
         machine,
         _spread(measured),
-        asked.bare,
+        options.bare,
         noise,
-        asked.steps,
-        (asked.optimizer,),
+        options.steps,
+        (options.optimizer,),
     )
     try:
         return Forecast(given or plans_of(_group(scenario)), scenario)
@@ -152,17 +155,15 @@ def _notes(forecast: Forecast, measured: Probe | None, all_columns: bool) -> lis
 
 def check_levels(plan: Plan, workers: int, machine: int | None) -> None:
     """Refuse a plan with groups into which so many workers cannot be divided."""
-    for size in plan.levels:
-        if size == "machine" and machine is None:
-            raise UsageError(
-                f"--plan {plan!r}: nothing says how many workers a machine has. Write the levels of the link, machines "
-                'first, as in --link "4 @ 100GB/s, 2 @ 1gbit".'
-            )
-        if isinstance(size, int) and workers % size:
-            raise UsageError(
-                f"--plan {plan!r}: it asks for groups of {size}, and {workers} workers cannot be divided so. Choose a "
-                f"size that divides {workers}."
-            )
+    if "machine" in plan.levels and machine is None:
+        raise UsageError(
+            f"--plan {plan!r}: nothing says how many workers a machine has. Write the levels of the link, machines "
+            'first, as in --link "4 @ 100GB/s, 2 @ 1gbit".'
+        )
+    try:
+        check_sizes([size_of(level, workers, machine) for level in plan.levels], workers)
+    except ValueError as error:
+        raise UsageError(f"--plan {plan!r}: {error}") from None
 
 
 def forecast_tables(
@@ -201,7 +202,7 @@ def _cell(heading: str, each: Prediction, forecast: Forecast, budget_bytes: floa
         "sent\na step": human_bytes(each.link_bytes_per_step),
         "sent by\na worker": human_bytes(each.sent_bytes_per_step),
         "step": f"{each.step_s:.3g} s" if low == high else f"{each.step_s:.3g} s\n{low:.2g} to {high:.2g}",
-        "computing": share(each.now.utilisation),
+        "computing": percent(each.now.utilisation),
         "kept": _kept(each.predicted),
         "sooner\nthan ddp": _times(each.sooner_than(forecast.ddp)),
         "sooner\nthan alone": _times(each.sooner_than(forecast.alone)),
@@ -217,8 +218,8 @@ def _cell(heading: str, each: Prediction, forecast: Forecast, budget_bytes: floa
 
 def _kept(found: Kept | None) -> str:
     if found is None or found.low == found.high:
-        return share(None if found is None else found.value)
-    return f"{share(found.value)}\n{share(found.low)} to {share(found.high)}"
+        return percent(None if found is None else found.value)
+    return f"{percent(found.value)}\n{percent(found.low)} to {percent(found.high)}"
 
 
 def _times(value: float | None) -> str:
@@ -232,11 +233,11 @@ def _probe(path: Path) -> Probe:
         raise UsageError(f"--probe {error}") from None
 
 
-def _network(asked: Asked, probe: Probe | None) -> tuple[ComputedNetwork | MeasuredNetwork, int, int | None]:
+def _network(options: PlanOptions, probe: Probe | None) -> tuple[ComputedNetwork | MeasuredNetwork, int, int | None]:
     """Return the network, its workers, and those of one machine if it has machines of several."""
-    latency = asked.latency
-    if asked.link is not None:
-        found = _link(asked.link, asked.workers)
+    latency = options.latency
+    if options.link is not None:
+        found = _link(options.link, options.workers)
         machine = found.levels[0].count if len(found.levels) > 1 else None
         return (
             ComputedNetwork(found, 0.0 if latency is None else parse(latency, DURATION, "--latency")),
@@ -269,8 +270,8 @@ def _step_s(step: str | None, probe: Probe | None) -> float:
     return probe.step.seconds
 
 
-def _shapes(asked: Asked, probe: Probe | None) -> Shapes:
-    model, parameters, layers, shapes = asked.model, asked.parameters, asked.layers, asked.shapes
+def _shapes(options: PlanOptions, probe: Probe | None) -> Shapes:
+    model, parameters, layers, shapes = options.model, options.parameters, options.layers, options.shapes
     given = [name for name, value in (("--model", model), ("--parameters", parameters), ("--shapes", shapes)) if value]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)}: one model is enough. Leave out one of them.")
@@ -281,12 +282,12 @@ def _shapes(asked: Asked, probe: Probe | None) -> Shapes:
         )
     if parameters is not None:
         whole = from_count(round(parse(parameters, COUNT, "--parameters")), layers)
-        return (
-            whole if asked.trainable is None else _adapters(whole, round(parse(asked.trainable, COUNT, "--trainable")))
-        )
-    if asked.trainable is not None:
+        if options.trainable is None:
+            return whole
+        return _adapters(whole, round(parse(options.trainable, COUNT, "--trainable")))
+    if options.trainable is not None:
         raise UsageError(
-            f"--trainable {asked.trainable}: it says how many of --parameters are trained. Add --parameters 8B, the "
+            f"--trainable {options.trainable}: it says how many of --parameters are trained. Add --parameters 8B, the "
             "size of the whole model. Of --model and --shapes, what is trained is known."
         )
     if model is not None:

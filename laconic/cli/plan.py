@@ -72,7 +72,7 @@ def plan(
     """
     from laconic.cli import forecast
 
-    asked = forecast.Asked(
+    given = forecast.PlanOptions(
         plans=tuple(plan or ()),
         probe=probe,
         model=model,
@@ -90,4 +90,4 @@ def plan(
         noise=noise,
         budget=budget,
     )
-    forecast.show(asked, all_columns=all_, as_json=json)
+    forecast.show(given, all_columns=all_, as_json=json)

@@ -40,7 +40,10 @@ _MODEL = (
     "Default: the lab's GPT."
 )
 _PLANS = f"Also measure the codec of this plan; repeat for more. Always: {', '.join(map(repr, PLANS))}."
-_GROUPS = "Also measure collectives inside groups of this many neighbouring workers; repeat for more."
+_GROUPS = (
+    "Also measure collectives inside groups of this many neighbouring workers; repeat for more. laconic plan takes the "
+    "largest for workers that share a link to the others."
+)
 _SCRIPT = "Take the step time from this script, run with plan alone(). It attaches plan_from_env() and reports."
 
 

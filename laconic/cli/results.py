@@ -11,7 +11,7 @@ from laconic.plans.methods import alone
 from laconic.tools.compare.judging import efficiency, has_levels, kept, no_better_than_alone, reference, slow_bytes
 from laconic.tools.compare.records import Outcome
 from laconic.tools.errors import UsageError
-from laconic.tools.units import human_bytes, ratio, share
+from laconic.tools.units import human_bytes, percent, ratio
 
 
 def closing_table(outcomes: Sequence[Outcome]) -> Table:
@@ -40,7 +40,7 @@ def closing_table(outcomes: Sequence[Outcome]) -> Table:
         (
             outcome.label + ("\nno better than alone()" if no_better_than_alone(outcome, outcomes) else ""),
             f"{outcome.loss_start:.3f} -> {outcome.loss_final:.3f}",
-            share(kept(outcome, outcomes)),
+            percent(kept(outcome, outcomes)),
             human_bytes(outcome.wire_bytes),
             *([human_bytes(slow_bytes(outcome))] if levels else []),
             "-" if outcome.plan == alone() else ratio(slow_bytes(first), slow_bytes(outcome)),

@@ -26,7 +26,7 @@ from laconic.tools.simulate.clock import Conditions
 from laconic.tools.simulate.tasks import SimulatedTask, lab_task, user_task
 from laconic.tools.simulate.time_only import TimeOnly
 from laconic.tools.simulate.training import SimulatedOutcome, SimulatedRun, SimulatedStep, Training, failures_of
-from laconic.tools.units import DURATION, duration, human_bytes, parse, share
+from laconic.tools.units import DURATION, duration, human_bytes, parse, percent
 
 _TIME = "The virtual clock"
 
@@ -151,7 +151,7 @@ def _cells(step: SimulatedStep) -> tuple[str, str, str]:
 
 def _print_table(title: str, headings: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
     """Print a line for each plan: its cells, and what its time was used for."""
-    cells = [(*row, *map(share, (use.computing, use.stragglers, use.link, use.faults))) for *row, use in rows]
+    cells = [(*row, *map(percent, (use.computing, use.stragglers, use.link, use.faults))) for *row, use in rows]
     console().print(table(("plan", *headings, "computing", "stragglers", "link", "faults"), cells, title))
 
 

@@ -22,7 +22,7 @@ from laconic.tools.compare.judging import kept, kept_beside
 from laconic.tools.compare.records import Outcome, Report
 from laconic.tools.compare.report.sentence import headline
 from laconic.tools.compare.runs import Goal, TrainingRun
-from laconic.tools.units import human_bytes, share
+from laconic.tools.units import human_bytes, percent
 
 BARS = "▁▂▃▄▅▆▇█"
 HEADINGS = ("step", "loss", "valid", "kept", "tok/s", "comm", "sent", "MB/s", "left")
@@ -97,7 +97,7 @@ class PlainView(View):
         self.message(
             f"{outcome.label} done {outcome.loss_of}_loss={outcome.loss_start:.3f}->{outcome.loss_final:.3f} "
             f"sent={human_bytes(outcome.wire_bytes)} took={outcome.seconds:.1f}s"
-            f" kept={share(kept(outcome, self.outcomes))}"
+            f" kept={percent(kept(outcome, self.outcomes))}"
         )
 
     def results(self, outcomes: Sequence[Outcome]) -> None:
@@ -194,7 +194,7 @@ def cells(goal: Goal, report: Report, kept: float | None = None, guarded: bool =
         f"{report.step}/{goal.steps}" if goal.steps else str(report.step),
         f"{report.loss:.3f}",
         "-" if report.validation is None else f"{report.validation:.3f}",
-        share(kept),
+        percent(kept),
         f"{report.tokens / seconds:,.0f}" if report.tokens else "-",  # a script need not report them
         f"{report.communication_seconds / seconds:.0%}",
         human_bytes(report.wire_bytes),

@@ -96,8 +96,7 @@ class _Largest:
             found = {name: self._decoded(x) for name, x in tensors.items()}
             return Averaged(found, lambda: found, lambda: all_finite(found))
         of_means = replace(self, kept=min(self.row, _MORE_MEANS * self.kept))
-        reduced = yield from reduce_in_shards(tensors, self, state, peers, of_means=of_means)
-        return Averaged(reduced.mean, reduced.own, lambda: all_finite(reduced.mean))
+        return (yield from reduce_in_shards(tensors, self, state, peers, of_means=of_means))
 
     def _decoded(self, x: Tensor) -> Tensor:
         return self.decode(self.encode(x, None, None), x.dtype)

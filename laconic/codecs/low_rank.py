@@ -18,7 +18,7 @@ from torch import Tensor
 
 from laconic.codecs.contract import keep_if
 from laconic.codecs.quantized import Quantized, check_bits
-from laconic.codecs.shards import Reduced, reduce_in_shards
+from laconic.codecs.shards import reduce_in_shards
 from laconic.exchange import Averaged, Decide, Exchange, Mean, Peers, State, Tensors, all_finite, true
 from laconic.kernels.orthonormal import orthonormal_all
 from laconic.packing import aligned, narrowed, pack, unpack, wide_dtype
@@ -129,16 +129,16 @@ class LowRank:
 
         return _pairs(mean_p | p, q | mean_q), own, ok
 
-    def reduce(self, own: dict[str, Tensor], factors: Factors, peers: Peers) -> Exchange[Reduced]:
+    def reduce(self, own: dict[str, Tensor], factors: Factors, peers: Peers) -> Exchange[Averaged]:
         """Average thin factors [rows or columns, rank] over all workers, in few bits if `bits` says so."""
         if self.bits is None:
             mean = unpack((yield Mean(pack(own))), like=own)
-            return Reduced(mean, lambda: own)
+            return Averaged(mean, lambda: own, lambda: all_finite(mean))
         # Transposed, so that the numbers of a block belong to one column: columns differ in size.
         turned = {name: x.T.contiguous() for name, x in own.items()}
         reduced = yield from reduce_in_shards(turned, self.of_factors, factors.state, peers)
         back = {name: x.T.contiguous() for name, x in reduced.mean.items()}
-        return Reduced(back, lambda: {name: x.T for name, x in reduced.own().items()})
+        return Averaged(back, lambda: {name: x.T for name, x in reduced.own().items()}, reduced.finite)
 
     @cached_property
     def of_factors(self) -> Quantized:

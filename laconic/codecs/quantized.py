@@ -19,7 +19,7 @@ from torch import Tensor
 
 from laconic.codecs.contract import accept_every_shape
 from laconic.codecs.shards import Rows, reduce_in_shards
-from laconic.exchange import Averaged, Decide, Exchange, Peers, State, Tensors, all_finite
+from laconic.exchange import Averaged, Decide, Exchange, Peers, State, Tensors
 from laconic.kernels.choose import has_row_kernels
 from laconic.packing import narrowed, wide_dtype
 from laconic.values import as_code, is_whole
@@ -113,8 +113,7 @@ def averaged_in_rows(
         return {name: narrowed(found[name], t.dtype) if t.numel() else t.clone() for name, t in tensors.items()}
 
     mean = {name: t.clone() if t is tensors[name] else t for name, t in shaped(reduced.mean).items()}
-    finite = reduced.mean  # which is fp32: the narrow dtype may overflow
-    return Averaged(mean, lambda: shaped(reduced.own()), lambda: all_finite(finite))
+    return Averaged(mean, lambda: shaped(reduced.own()), reduced.finite)  # of the wide mean: a narrow one may overflow
 
 
 def width(count: int, bits: int) -> int:

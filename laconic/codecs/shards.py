@@ -10,14 +10,12 @@ Who owns what depends on names and shapes alone, never on the bucket: a resumed 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from laconic.exchange import AllToAll, Exchange, Gather, Peers, State, Tensors
+from laconic.exchange import AllToAll, Averaged, Exchange, Gather, Peers, State, Tensors, all_finite
 from laconic.packing import known_shards
 
 
@@ -38,17 +36,9 @@ class Rows(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class Reduced:
-    """The mean of tensors over all workers, and a function that returns what this worker's messages amount to."""
-
-    mean: dict[str, Tensor]
-    own: Callable[[], dict[str, Tensor]]
-
-
 def reduce_in_shards(
     tensors: Tensors, codec: Rows, state: State, peers: Peers, turn: int | None = None, of_means: Rows | None = None
-) -> Exchange[Reduced]:
+) -> Exchange[Averaged]:
     """Average tensors of one wide dtype, none of them empty. `turn` gives stochastic codecs new keys at each call.
 
     `of_means` encodes the means; without it, `codec` does.
@@ -56,14 +46,14 @@ def reduce_in_shards(
     worker, workers = peers.rank, peers.size
     of_means = codec if of_means is None else of_means
     if workers == 1 or not tensors:  # nothing is sent, nothing is lost
-        return Reduced(dict(tensors), lambda: dict(tensors))
+        return Averaged(dict(tensors), lambda: dict(tensors), lambda: all_finite(tensors))
     # 1. All rows are encoded, and each goes to the worker that owns it.
     shards = known_shards(tensors, codec.row, workers, state)
     mine = shards.order[shards.starts[worker] : shards.starts[worker + 1]]
     rows = shards.rows(tensors)  # [n, row]
     sent = codec.encode(rows, shards.counts, shards.keys(turn, worker))  # [n, bytes]
     parts = codec.decode((yield AllToAll(sent[shards.order], shards.sizes)), rows.dtype)  # [workers, mine, row]
-    # 2. The owner averages its rows. Its own share it has exactly: it need not use its own message.
+    # 2. The owner averages its rows. Its own numbers it has exactly: it need not use its own message.
     exact = parts[worker] = rows[mine]  # [mine, row]
     mean_of_mine = parts.div_(workers).sum(0)
     counts = None if shards.counts is None else shards.counts[mine]
@@ -82,4 +72,5 @@ def reduce_in_shards(
         amount[mine] = exact + workers * (means[mine] - mean_of_mine)
         return shards.tensors(amount, tensors)
 
-    return Reduced(shards.tensors(means, tensors), own)
+    mean = shards.tensors(means, tensors)
+    return Averaged(mean, own, lambda: all_finite(mean))

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from laconic.comm.queue import CollectiveQueue
 from laconic.comm.timeout import check_timeout_s
-from laconic.exchange import Level, level_name
+from laconic.exchange import Level, check_sizes, level_name
 from laconic.ledger import Ledger
 from laconic.torch_private.distributed import LocalGroup, destroy_group, flat_group, new_group
 from laconic.values import is_number
@@ -82,22 +82,13 @@ class Levels:
     def check(self, plan_levels: Sequence[Level]) -> None:
         """Refuse levels that do not fit these workers, or of which the last is not all of them."""
         sizes = [self._size(level) for level in plan_levels]
+        check_sizes(sizes, self.workers)
         for size in sizes:
-            if self.workers % size:
-                raise ValueError(
-                    f"the plan asks for groups of {size}, and {self.workers} workers cannot be divided so. "
-                    f"Choose a size that divides {self.workers}."
-                )
             if self._given and size not in (1, self.workers, *self._given):
                 raise ValueError(
                     f"the plan asks for groups of {size}, and levels= has groups of "
                     f"{', '.join(map(str, self._given))}. Make the two agree."
                 )
-        if sizes and sizes[-1] != self.workers:
-            raise ValueError(
-                f"the plan's last groups have {sizes[-1]} workers, and there are {self.workers}. The last "
-                f"level must be all of them: write {self.workers} there, or start {sizes[-1]} workers."
-            )
 
     def prepare(self, plan_levels: Sequence[Level]) -> None:
         """Make the groups of these levels, on all workers together, unless they exist."""

@@ -16,7 +16,7 @@ from laconic import checkpoint
 from laconic.atomic_write import write_atomically
 from laconic.checkpoint.resizing import without_residuals
 from laconic.checkpoint.state import copy_to_host
-from laconic.session.session import Stateful
+from laconic.session.session import Session, Stateful
 
 logger = logging.getLogger("laconic.elastic")
 
@@ -91,6 +91,17 @@ class History:
             self.generation, self.snapshots, self.in_memory = self._store.newest(KEPT)
         if not self.snapshots:
             self.snapshots = [Snapshot.of(self._objects, step)]
+
+    def check_kept(self) -> None:
+        """Refuse what the session keeps only since the newest snapshot, to which a loss takes the run back."""
+        session, newest = self._objects["session"], self.newest
+        assert isinstance(session, Session)
+        if new := session.kept.keys() - newest.states["session"].get("kept", {}).keys():
+            raise RuntimeError(
+                f"the session keeps {', '.join(map(repr, sorted(new)))} only since step {newest.step}, and a run that "
+                "loses a worker goes back to that step, without a state of it. Call session.keep (or make the sampler) "
+                "before the loop over run.steps(total)."
+            )
 
     def take(self, step: int, workers: tuple[str, ...]) -> None:
         """Take a snapshot of a step that these workers made, unless there is one."""

@@ -270,6 +270,7 @@ class Run:
         """
         if error is not None:
             return self._recovers_from(error)
+        self._history.check_kept()
         try:
             if self._commits.is_due() and self.session.step < self._total and self._commit():
                 self._recover()
@@ -308,6 +309,7 @@ class Run:
         """Continue without the workers that were lost, and return True; False for any other error."""
         if not is_loss(self.session, error):
             return False
+        self._history.check_kept()
         after = self._history.newest.step
         logger.warning("a worker was lost after step %d; the run goes on: the others form a new group.", after)
         logger.info("how it was noticed: %s", error)

@@ -153,6 +153,7 @@ class Run:
         """
         if error is not None:
             return self._recovers_from(error)
+        self._history.check_kept()
         try:
             if self._commit_is_due():
                 self._vote()
@@ -165,6 +166,7 @@ class Run:
         """Continue without the replicas that were lost, and return True; False for any other error."""
         if not is_loss(self.session, error):
             return False
+        self._history.check_kept()
         self._report(error)
         self._hold_quorum()
         return True

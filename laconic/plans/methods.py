@@ -12,7 +12,7 @@ from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, 
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Buffers, OptimizerState, Plan
 from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming
-from laconic.plans.topology import Groups, Topology, World
+from laconic.plans.topology import Groups, Topology, World, check_group
 
 Group: TypeAlias = int | Literal["machine"] | None
 """Groups of so many workers, or the workers of one machine, which average gradients exactly at every step."""
@@ -88,7 +88,7 @@ def power_sgd(
 
 
 def quantized_ddp(bits: int = 4, block: int = 128, start: int = 1, group: Group = None) -> Plan:
-    """Average gradients at every step in few bits, with error feedback: 4 bits cost nothing measurable.
+    """Average gradients at every step in few bits, with error feedback: 4 bits cost next to nothing (docs/quality.md).
 
     >>> quantized_ddp().codec
     ErrorFeedback(codec=Quantized(bits=4))
@@ -109,7 +109,7 @@ def post_local_sgd(
     With `group`, groups of that many workers, or the workers of one "machine", keep averaging gradients at every step.
     """
     schedule = Every(period, start, of="weights")
-    return Plan(schedule, topology=_topology(group), buffers=buffers, optimizer_state=optimizer_state)
+    return Plan(schedule, topology=_topology("post_local_sgd", group), buffers=buffers, optimizer_state=optimizer_state)
 
 
 def hierarchical_sgd(
@@ -145,7 +145,7 @@ def diloco(
     """
     schedule = Every(period, start, of="weights")
     codec = few_bit_deltas() if codec is None else codec
-    return Plan(schedule, codec, Nesterov(lr, momentum), _topology(group), buffers, optimizer_state)
+    return Plan(schedule, codec, Nesterov(lr, momentum), _topology("diloco", group), buffers, optimizer_state)
 
 
 def streaming_diloco(
@@ -167,7 +167,7 @@ def streaming_diloco(
     """
     schedule = Streaming(period, fragments, delay, mix, start)
     codec = few_bit_deltas() if codec is None else codec
-    return Plan(schedule, codec, Nesterov(lr, momentum), _topology(group), buffers, optimizer_state)
+    return Plan(schedule, codec, Nesterov(lr, momentum), _topology("streaming_diloco", group), buffers, optimizer_state)
 
 
 def qsr(
@@ -180,7 +180,7 @@ def qsr(
 ) -> Plan:
     """Average weights every (growth / lr)² steps: less often as the learning rate falls (arXiv:2310.14423)."""
     schedule = Quadratic(growth, floor, start)
-    return Plan(schedule, topology=_topology(group), buffers=buffers, optimizer_state=optimizer_state)
+    return Plan(schedule, topology=_topology("qsr", group), buffers=buffers, optimizer_state=optimizer_state)
 
 
 def sparse_loco(
@@ -198,7 +198,8 @@ def sparse_loco(
     Dense deltas in 1 or 2 bits keep as much of the training or more at the same bytes (docs/quality.md).
     """
     codec = ByShape(ErrorFeedback(TopK(fraction, bits=2), decay=decay), rest=ErrorFeedback(Quantized(4)))
-    return Plan(Every(period, start, "weights"), codec, Nesterov(lr, 0.0), _topology(group), buffers, optimizer_state)
+    schedule, topology = Every(period, start, "weights"), _topology("sparse_loco", group)
+    return Plan(schedule, codec, Nesterov(lr, 0.0), topology, buffers, optimizer_state)
 
 
 def demo(
@@ -233,7 +234,7 @@ def frugal(bytes: str = "60x", start: int = 1, delay: int = 0, group: Group = No
     """
     from laconic.plans.rules import frugal_target  # rules.py imports this file
 
-    return frugal_target(bytes, start, delay, _topology(group))
+    return frugal_target(bytes, start, delay, _topology("frugal", group))
 
 
 def few_bit_deltas() -> Codec:
@@ -251,5 +252,8 @@ def _check_no_group(method: str, group: Group) -> None:
         )
 
 
-def _topology(group: Group) -> Topology:
-    return World() if group is None else Groups(group)
+def _topology(method: str, group: Group) -> Topology:
+    if group is None:
+        return World()
+    check_group(f"{method}(group={group!r})", group)
+    return Groups(group)

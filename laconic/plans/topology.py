@@ -43,13 +43,17 @@ class Groups:
     __repr__ = as_code
 
     def __post_init__(self) -> None:
-        if not is_whole(self.size, 2) and self.size != "machine":
-            raise ValueError(
-                f"Groups(size={self.size!r}): size must be a whole number of at least 2 workers, or "
-                '"machine" for the workers of one machine.'
-            )
+        check_group(f"Groups(size={self.size!r})", self.size)
 
     @property
     def inner(self) -> Level:
         """The level of the groups."""
         return self.size
+
+
+def check_group(call: str, size: object) -> None:
+    """Refuse what is no size of groups; `call` is what the user wrote."""
+    if not is_whole(size, 2) and size != "machine":
+        raise ValueError(
+            f'{call}: it must be a whole number of at least 2 workers, or "machine" for the workers of one machine.'
+        )

@@ -30,7 +30,7 @@ from laconic.session.stop import StepHeaders
 from laconic.torch_private.foreach import multiply_all, zero_all
 
 CARRY_STEPS = 32
-"""The steps over which residuals of an old codec are delivered, in equal shares."""
+"""The steps over which residuals of an old codec are delivered, in equal portions."""
 CARRIED = "carried"
 """The key of residuals that an old codec has not delivered, in the state of gradients. They follow the loss scale and
 are saved as other residuals are."""
@@ -202,7 +202,7 @@ def by_share(
 def carry_residuals(old: State) -> State:
     """Return the state of gradients after a change of the codec: the residuals of the old one are to be delivered.
 
-    They are added to the next gradients, in equal shares over 32 steps: the new codec sends them, and keeps what it
+    They are added to the next gradients, in equal portions over 32 steps: the new codec sends them, and keeps what it
     cannot send if it has error feedback. All at once they would make one gradient many times as long as the others, and
     Adam's second moment would shorten the steps after it (docs/log.md, 2026-11-16).
     """
@@ -211,10 +211,10 @@ def carry_residuals(old: State) -> State:
 
 
 def deliver(tensors: Mapping[str, Tensor], state: State, codec: Codec, peers: Peers, reuse: bool) -> Exchange[Averaged]:
-    """Average `tensors`, with the next share added in their memory of the residuals that were carried over.
+    """Average `tensors`, with the next portion of the residuals that were carried over added in their memory.
 
     What is lost when a sum is rounded to the dtype of the gradients is not delivered: it stays in the residual. After
-    the last share it moves to the residual of the new codec; without one it is kept for the next change of the plan.
+    the last portion it moves to the residual of the new codec; without one it is kept for the next change of the plan.
     """
     carried = state.get(CARRIED, {"residual": {}, "parts": {}})
     waiting: dict[str, Tensor] = carried["residual"]
@@ -222,7 +222,7 @@ def deliver(tensors: Mapping[str, Tensor], state: State, codec: Codec, peers: Pe
     here = [name for name in tensors if parts.get(name)]
     if not here:
         return (yield from codec.average(tensors, state, peers, reuse=reuse))
-    # 1. the share, added in fp32, and what is left of the residual once it is delivered
+    # 1. the portion, added in fp32, and what is left of the residual once it is delivered
     left: dict[str, Tensor] = {}
     with torch.no_grad():
         for name in here:
@@ -236,7 +236,7 @@ def deliver(tensors: Mapping[str, Tensor], state: State, codec: Codec, peers: Pe
     for name in here if bool(ok) else ():
         waiting[name] = left[name]
         parts[name] -= 1
-        # 3. after the last share: what rounding has left
+        # 3. after the last portion: what rounding has left
         if not parts[name]:
             rest = waiting.pop(name)
             if tensors[name].dtype != rest.dtype and not return_to_residual(state, {name: rest}):

@@ -10,6 +10,7 @@ once.
 
 from __future__ import annotations
 
+import copy
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -344,9 +345,15 @@ class Session:
             raise ValueError(
                 f"keep({name!r}, ...): the session keeps another object of this name. Choose another name."
             )
-        self._kept[name] = thing
+        if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise TypeError(
+                f"keep({name!r}, {type(thing).__name__}): it needs the methods state_dict() and "
+                "load_state_dict(state), as a scheduler has them. Give an object that has both."
+            )
         if name in self._unclaimed:
-            thing.load_state_dict(self._unclaimed.pop(name))
+            thing.load_state_dict(self._unclaimed[name])
+            del self._unclaimed[name]
+        self._kept[name] = thing
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker must save besides model and optimizer. Each worker saves its own."""
@@ -369,13 +376,14 @@ class Session:
         """Go on where `state_dict` was taken. The plan must be the one that was saved.
 
         A target of bytes that was saved goes on as the plan that it was, also where it would now become another, among
-        another number of workers.
+        another number of workers. Where this state, or an object that the session keeps its own, is refused, all stay
+        as they were.
         """
-        if self.given is not self.plan and saved.get("given") == repr(self.given):
-            self.plan = parse_plan(saved["plan"])
-        if saved["plan"] != repr(self.plan):
+        same_target = self.given is not self.plan and saved.get("given") == repr(self.given)
+        plan = parse_plan(saved["plan"]) if same_target else self.plan
+        if saved["plan"] != repr(plan):
             raise ValueError(
-                f"this state was saved under {saved['plan']} and the plan is {self.plan!r}: the state of one codec is "
+                f"this state was saved under {saved['plan']} and the plan is {plan!r}: the state of one codec is "
                 f"of no use to another. Attach laconic.plan({saved['plan']!r}), load, then change(...) to the new plan."
             )
         if "counted" in saved and self._counts is None:
@@ -390,18 +398,34 @@ class Session:
                 "session keeps. Load it first, and call session.keep (or make the sampler) afterwards: it then starts "
                 "from its own state."
             )
-        self.step = saved["step"]
+        self._load_kept(saved["step"], kept)  # which may be refused, so it comes first
+        self.plan = plan
         if self._counts is not None:  # of a run that had plain means there is nothing: it goes on with weighted ones
             self._counts.load_state_dict(saved.get("counted", Counts().state_dict()))
         self._clock = SyncClock(saved["since"], saved["lr"])
         self._live.load_state_dict(saved)
         self._path.repeat_layout(saved["layout"])
         self._weights.load_state_dict(saved)
-        for name, each in self._kept.items():
-            each.load_state_dict(kept[name])
         self._unclaimed = {name: state for name, state in kept.items() if name not in self._kept}
         self._headers.stop.restart()
         self._restart()
+
+    def _load_kept(self, step: int, states: Mapping[str, Any]) -> None:
+        """Go to a step, from which samplers count, and load what is kept. If one refuses its state, undo all of it.
+
+        Nothing comes after the last one, so it needs no copy: it is as it was if it refuses.
+        """
+        was, things = self.step, list(self._kept.items())
+        before = [(each, copy.deepcopy(each.state_dict())) for _, each in things[:-1]]
+        try:
+            self.step = step
+            for name, each in things:
+                each.load_state_dict(states[name])
+        except BaseException:
+            self.step = was
+            for each, state in before:
+                each.load_state_dict(state)
+            raise
 
     # What observers and tools may call
 

@@ -30,7 +30,7 @@ from laconic.comm.averaging import write
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Averaged, Exchange, all_finite, by_itself
-from laconic.packing import in_buckets, in_parts, wide_dtype
+from laconic.packing import in_buckets, in_fragments, wide_dtype
 from laconic.plans.outer import Outer
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync
@@ -209,7 +209,7 @@ class WeightSync:
             return list(self.live.params)
         key = (plan.schedule.fragments, self.live.facts.digest)
         if key not in self._fragments:  # by whole sizes: shards may be uneven
-            self._fragments[key] = in_parts(self.live.originals, plan.schedule.fragments)
+            self._fragments[key] = in_fragments(self.live.originals, plan.schedule.fragments)
         return self._fragments[key][sync.fragment]
 
     def _shared(self, names: Iterable[str]) -> dict[str, Tensor]:

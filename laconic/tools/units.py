@@ -146,10 +146,10 @@ def times(more: float, less: float) -> str:
     return f"{ratio:.0f} times" if ratio >= 10 else f"{ratio:.1f} times"
 
 
-def share(value: float | None) -> str:
+def percent(value: float | None) -> str:
     """A share in percent; "-" if it is unknown or not a number.
 
-    >>> share(0.857), share(-0.2), share(None), share(float("nan"))
+    >>> percent(0.857), percent(-0.2), percent(None), percent(float("nan"))
     ('86%', '-20%', '-', '-')
     """
     return "-" if value is None or value != value else f"{value:.0%}"

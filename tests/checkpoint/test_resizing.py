@@ -49,14 +49,16 @@ def close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).norm() <= 1e-6 * b.norm())
 
 
-def test_counts_and_kept_states_stay_with_their_workers():
+def test_counts_and_kept_states_and_what_is_in_flight_stay_with_their_workers():
     old = states_of(3)
     for worker, state in enumerate(old):
         state |= {"counted": {"now": [4, 32 * worker]}, "kept": {"reader": {"at": worker}}}
+        state["in_flight"] = [{"names": ["a.weight"], "due": 13, "sent": {"a.weight": worker}, "means": []}]
     for workers in (2, 3, 5):
         new = checkpoint.resize(old, workers)
         owners = [worker if worker < 3 else 0 for worker in range(workers)]
         assert [state["kept"]["reader"]["at"] for state in new] == owners
+        assert [state["in_flight"][0]["sent"]["a.weight"] for state in new] == owners
         assert [state["counted"]["now"][1] for state in new] == [32 * owner for owner in owners]
 
 
@@ -143,8 +145,9 @@ def learn(worker: int, folder: str, workers_before: int) -> tuple[list[float], R
 
     if workers_before:
         old = [checkpoint.load(folder, worker=w) for w in range(workers_before)]
-        model.load_state_dict(old[0].state["model"])
-        optimizer.load_state_dict(old[0].state["optimizer"])
+        own = old[worker if worker < len(old) else 0].state
+        model.load_state_dict(own["model"])
+        optimizer.load_state_dict(own["optimizer"])
         session.load_state_dict(checkpoint.resize([each.state["session"] for each in old], session.workers)[worker])
     before = residuals() if workers_before else {}
     held_out = torch.randn(256, 24, generator=torch.Generator().manual_seed(1))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from laconic.checks.finite import NonFiniteCheck
 from laconic.codecs import ErrorFeedback, LowRank
 from laconic.comm.lockstep import lockstep
 from laconic.exchange import Peers, State
+from laconic.session.gradients import by_share
 from tests.laws.world import same_bits
 
 CODEC = ErrorFeedback(LowRank(rank=1))
@@ -47,3 +50,21 @@ def test_a_step_without_a_finite_worker_changes_no_state() -> None:
     mean = _average([torch.full((24, 20), torch.nan)] * 2, states)
     assert not mean.isfinite().any()
     assert all(same_bits(state["residual"], was) for state, was in zip(states, before, strict=True))
+
+
+def test_finite_workers_that_have_counted_nothing_leave_no_mean(caplog: pytest.LogCaptureFixture) -> None:
+    """Under "exclude": the only worker with samples has NaN, so the step is void, and the log leaves nobody out."""
+    states: list[State] = [{}, {}]
+    _average([torch.ones(24, 20), torch.eye(24, 20)], states)
+    before = [state["residual"]["w"].clone() for state in states]
+    given = [{"w": torch.zeros(24, 20)}, {"w": torch.full((24, 20), torch.nan)}]
+    exchanges = []
+    for rank, share in enumerate((0.0, 2.0)):
+        average = partial(CODEC.average, given[rank], states[rank], Peers(rank, 2), reuse=True)
+        weighed = partial(by_share, given[rank], share, states[rank], average)
+        exchanges.append(NonFiniteCheck("exclude").watch(given[rank], weighed, share))
+    with caplog.at_level(logging.WARNING, "laconic"):
+        ends = lockstep(exchanges)
+    assert not any(bool(end.finite()) for end in ends)
+    assert "left out" not in caplog.text
+    assert all(same_bits(state["residual"]["w"], was) for state, was in zip(states, before, strict=True))

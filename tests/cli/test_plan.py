@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
+import torch
 from rich.console import Console
 
 from laconic.cli import plan
@@ -20,6 +21,7 @@ from laconic.tools.planner.forecast import Forecast
 from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.network import ComputedNetwork
 from laconic.tools.planner.predict import Scenario
+from laconic.tools.planner.probe_data import OPS, Timing
 from laconic.tools.planner.shapes import from_count
 from tests.tools.planner.test_probe_data import PROBE
 
@@ -57,6 +59,13 @@ def test_table_and_budget(here):
     whole = here(*BASE, "--all").out
     assert "break-even" in whole and "frugal(bytes='60x') is streaming_diloco(" in whole
     assert {row["resolved"] for row in json.loads(here(*BASE, "--json").out)["rows"]} > {"ddp()", "diloco(period=16)"}
+
+
+def test_one_thread_is_enough(here):
+    """With more, torch's threads wait for each other in equations of five unknowns: 0.5 s of CPU."""
+    torch.set_num_threads(2)
+    assert here(*TWO).code == 0
+    assert torch.get_num_threads() == 1
 
 
 def test_noise(here):
@@ -161,6 +170,17 @@ def test_links_of_two_levels(here):
     out = here(*LEVELS).out
     assert "what 4 workers send together over the slowest link" in out
     assert "counts as one worker with so many times the batch" in out
+
+
+def test_groups_of_a_probe(here, tmp_path):
+    """Groups that a probe has measured, such as sites, are compared, and their workers share the link."""
+    levels = (("groups of 2", 2, 1e-4), ("world", 4, 1e-2))
+    timings = [Timing(op, level, size, 1024, (s,)) for op in OPS for level, size, s in levels]
+    path = tmp_path / "probe.json"
+    replace(PROBE, timings=tuple(timings)).write(path)
+    found = json.loads(here("plan", "--probe", str(path), "--json").out)
+    assert found["workers_sharing_a_link"] == 2
+    assert {"diloco(period=16, group=2)", "frugal(bytes='30x', group=2)"} < {row["plan"] for row in found["rows"]}
 
 
 def test_groups_that_act_as_one_worker(here):

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 import laconic
 from laconic import elastic
+from laconic.data import ElasticSampler
 from laconic.elastic.group import leave
 from laconic.elastic.heartbeat import HeartbeatMonitor
 from laconic.elastic.history import Snapshot
@@ -250,6 +251,28 @@ def test_an_error_in_the_body_of_a_step_is_raised():
                     raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
+        train()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_sampler_that_is_made_in_the_loop_is_refused(lost):
+    """It would be missing in the snapshot to which a loss takes the run back."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = laconic.attach(laconic.ddp(), model, optimizer)
+
+    def train() -> None:
+        with elastic.Run(elastic.join(HashStore(), id=0, heartbeat_timeout_s=0.5), session, model, optimizer) as run:
+            for step in run.steps(5):
+                with step:
+                    ElasticSampler(8, session, batch=1)
+                    if lost:
+                        raise laconic.LostWorkerError("worker 1 is gone", [1])
+                    model(torch.ones(1, 2)).sum().backward()
+                    optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"keeps 'data' only since step 0, .* before the loop over run.steps"):
         train()
     assert not dist.is_initialized()
 

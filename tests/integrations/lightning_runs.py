@@ -193,7 +193,7 @@ def half(scale: float = 2.0**8) -> MixedPrecision:
 class Counter(Callback):  # type: ignore[misc]
     """Counts what the interface sends between two batches, and what the ledger has of it.
 
-    The workers meet through files: a packet of a worker that is ahead would be acknowledged by one that still counts.
+    Files are the barrier: a packet of a worker that is ahead would be acknowledged by one that still counts.
     """
 
     def __init__(self, folder: Path, first: int, last: int) -> None:
@@ -204,16 +204,16 @@ class Counter(Callback):  # type: ignore[misc]
         if batch_idx not in (self.first, self.last):
             return
         if batch_idx == self.first:
-            self.meet(trainer.global_rank, "before")
+            self.barrier(trainer.global_rank, "before")
             time.sleep(0.3)  # acknowledgements that are still to come
         (callback,) = (each for each in trainer.callbacks if isinstance(each, Laconic))
         assert callback.session is not None
         interface = int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
         now = interface, callback.session.ledger.wire_bytes
         self.sent = [count - before for count, before in zip(now, self.sent, strict=True)]
-        self.meet(trainer.global_rank, str(batch_idx))
+        self.barrier(trainer.global_rank, str(batch_idx))
 
-    def meet(self, worker: int, name: str) -> None:
+    def barrier(self, worker: int, name: str) -> None:
         self.folder.mkdir(exist_ok=True)
         (self.folder / f"{name} {worker}").touch()
         deadline = time.monotonic() + 60

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -32,6 +34,7 @@ from laconic import (
     frugal,
     post_local_sgd,
     power_sgd,
+    qsr,
     quantized_ddp,
     sparse_loco,
     streaming_diloco,
@@ -361,5 +364,14 @@ def test_unknown_policies_are_refused() -> None:
         post_local_sgd(buffers="mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="optimizer_state must be 'keep' or 'average' or 'reset'"):
         post_local_sgd(optimizer_state="drop")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a whole number of at least 2 workers"):
-        post_local_sgd(group=1)
+
+
+@pytest.mark.parametrize(
+    "method", [post_local_sgd, diloco, streaming_diloco, partial(qsr, growth=0.02), sparse_loco, frugal]
+)
+def test_wrong_groups_are_named_as_they_were_given(method: Any) -> None:
+    name = getattr(method, "func", method).__name__
+    for group in (0, 1, "site"):
+        said = f"{name}(group={group!r}): it must be a whole number of at least 2 workers"
+        with pytest.raises(ValueError, match=re.escape(said)):
+            method(group=group)

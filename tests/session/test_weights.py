@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from laconic.exchange import Averaged, Exchange, Mean, Peers, State, Tensors
-from laconic.packing import in_parts
+from laconic.packing import in_fragments
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import run_workers
 
@@ -214,11 +214,11 @@ def test_fragments_spread_the_bytes_over_steps(delay):
 
 def test_fragments_are_about_equal_and_hold_every_name_once():
     tensors = {f"p{i}": torch.empty(n) for i, n in enumerate([1000, 10, 900, 400, 500, 3, 300, 200])}
-    parts = in_parts(tensors, 3)
+    parts = in_fragments(tensors, 3)
     sizes = [sum(tensors[name].numel() for name in part) for part in parts]
     assert sorted(name for part in parts for name in part) == sorted(tensors)
     assert max(sizes) <= 1.1 * sum(sizes) / 3
-    assert [len(part) for part in in_parts(tensors, 9)] == [1] * 8 + [0]
+    assert [len(part) for part in in_fragments(tensors, 9)] == [1] * 8 + [0]
 
 
 def _few_tensors(worker: int, text: str) -> tuple[int, float, list[Tensor]]:

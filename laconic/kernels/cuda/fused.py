@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Bound:
-    """A bucket's kernels, bound to the tensors and residuals that they read and write."""
+class FusedBucket:
+    """A bucket's kernels, with the tensors and residuals that they read and write."""
 
     bucket: BucketMatrices
     tensors: Tensors
@@ -67,11 +67,11 @@ def fused_feedback(
 
 def bind(
     codec: LowRank, matrices: Tensors, rest: Tensors, whole: Tensors, residual: dict[str, Tensor], factors: Factors
-) -> Bound:
+) -> FusedBucket:
     """Bind a bucket, the cached one if it fits, to these tensors."""
     bucket = _bucket(codec, matrices, rest, residual, factors)
     bucket.set_addresses(matrices, residual, rest)
-    return Bound(bucket, whole, list(whole.values()), residual, [residual[name] for name in matrices], factors)
+    return FusedBucket(bucket, whole, list(whole.values()), residual, [residual[name] for name in matrices], factors)
 
 
 def _two_rounds(bucket: BucketMatrices, peers: Peers) -> Exchange[str]:

@@ -10,7 +10,7 @@ from laconic.noise import LEAST_WORTH
 from laconic.plans.methods import alone, ddp
 from laconic.plans.plan import Plan
 from laconic.tools.planner.predict import Prediction, Scenario
-from laconic.tools.units import rate_text, share
+from laconic.tools.units import percent, rate_text
 
 NEEDS = (0.5, 0.8, 0.95)
 """The shares of the time to compute for which the JSON has the rate of the link that they need."""
@@ -95,7 +95,7 @@ class Forecast:
             )
         known = [each for each in self.rows if each.loss_s is not None and each.plan not in (ddp(), alone())]
         best = max(known, key=lambda each: each.sooner_than(self.ddp) or 0.0, default=None)
-        busy = f"under ddp() workers compute {share(self.ddp.now.utilisation)} of the time"
+        busy = f"under ddp() workers compute {percent(self.ddp.now.utilisation)} of the time"
         if best is None:
             return f"{busy[0].upper()}{busy[1:]}. {self._unknown()}"
         sooner, than_alone = best.sooner_than(self.ddp) or 0.0, best.sooner_than(self.alone) or 0.0
@@ -109,12 +109,13 @@ class Forecast:
                 "(larger batches), or a plan that sends less."
             )
         factor = best.steps_factor or 1.0
-        more = "" if factor < 1.005 else f" It needs {factor:.2f} times as many steps, for it keeps {share(best.kept)}."
+        kept = percent(best.kept)
+        more = "" if factor < 1.005 else f" It needs {factor:.2f} times as many steps, for it keeps {kept}."
         rate = best.break_even_bps(self.ddp)
         until = "" if rate is None else f" On links faster than {rate_text(rate, digits=3)}, do not compress."
         return (
             f"Use {best.plan}: it reaches the same loss {sooner:.1f} times sooner than ddp() and {than_alone:.1f} "
-            f"times sooner than alone(); {busy}, under it {share(best.now.utilisation)}.{more}{until}"
+            f"times sooner than alone(); {busy}, under it {percent(best.now.utilisation)}.{more}{until}"
         )
 
     def _unknown(self) -> str:

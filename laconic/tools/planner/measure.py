@@ -28,7 +28,7 @@ from laconic.exchange import (
     drive,
 )
 from laconic.ledger import Ledger, wire_bytes
-from laconic.packing import bucketed, in_parts, pack, unpack
+from laconic.packing import bucketed, in_fragments, pack, unpack
 from laconic.plans.methods import alone
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Streaming
@@ -202,7 +202,7 @@ def time_codec(
         if not plan.local:  # gradients lie side by side in memory in each of DDP's buckets
             buckets = [unpack(pack(bucket), like=bucket) for bucket in bucketed(drawn)]
             return sum(_gradients_s(meter, plan, bucket, state) for bucket in buckets)
-        fragments = in_parts(drawn, plan.schedule.fragments) if plan.schedule.fragments > 1 else [list(drawn)]
+        fragments = in_fragments(drawn, plan.schedule.fragments) if plan.schedule.fragments > 1 else [list(drawn)]
         weights = {name: t.clone() for name, t in drawn.items()}
         buckets = [each for names in fragments for each in bucketed({name: weights[name] for name in names})]
         return sum(_weights_s(meter, plan, bucket, anchor, state) for bucket in buckets)

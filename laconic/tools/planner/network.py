@@ -46,6 +46,11 @@ class NetworkTimes(Protocol):
         """The rate of the slowest link."""
         ...
 
+    @property
+    def sharing(self) -> int:
+        """How many neighbouring workers share one of the slowest links."""
+        ...
+
 
 @dataclass(frozen=True)
 class ComputedNetwork:
@@ -58,6 +63,11 @@ class ComputedNetwork:
     def rate_bps(self) -> float:
         """The rate of the slowest link."""
         return self.link.slowest_bps
+
+    @property
+    def sharing(self) -> int:
+        """How many neighbouring workers share one of the slowest links."""
+        return self.link.sharing
 
     def faster(self, factor: float) -> ComputedNetwork:
         """Return the same network with links that are `factor` times as fast."""
@@ -109,6 +119,11 @@ class MeasuredNetwork:
     def rate_bps(self) -> float:
         """The bandwidth of an all_reduce among all workers."""
         return fit(self._of("all_reduce", self.workers)).bandwidth_bps * self.times
+
+    @property
+    def sharing(self) -> int:
+        """How many neighbouring workers share one of the slowest links: those of the largest group that was probed."""
+        return max((each.workers for each in self.timings if each.workers < self.workers), default=1)
 
     def faster(self, factor: float) -> MeasuredNetwork:
         """Return the same network with links that are `factor` times as fast."""

@@ -10,17 +10,17 @@ from math import ceil, inf
 from laconic.checks.agreement import DIGEST_BYTES
 from laconic.checks.headers import HEADER_BYTES
 from laconic.codecs.routing import routed
-from laconic.cost import cycle_of, facts_of, has_rule, kept_bytes, planned, tensor_bytes, widened
+from laconic.cost import cycle_of, facts_of, has_rule, kept_bytes, planned, size_of, tensor_bytes, widened
 from laconic.exchange import State, level_name
 from laconic.ledger import Entry, crossing_bytes, wire_bytes
 from laconic.noise import worth
-from laconic.packing import in_parts
+from laconic.packing import in_fragments
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never, Payload, Streaming, Sync
 from laconic.plans.targets import Kind, ModelFacts, width_of
 from laconic.plans.topology import World
-from laconic.tools.planner.network import ComputedNetwork, NetworkTimes
+from laconic.tools.planner.network import NetworkTimes
 from laconic.tools.planner.quality import STEPS, Kept, TrainingFacts, predict
 from laconic.tools.planner.shapes import Shapes
 from laconic.tools.planner.timeline import Message, Timeline, released_s, timeline
@@ -96,8 +96,8 @@ class Scenario:
 
     @property
     def sharing(self) -> int:
-        """How many workers share the slowest link: those of one machine, or one."""
-        return self.network.link.sharing if isinstance(self.network, ComputedNetwork) else self.machine or 1
+        """How many workers share the slowest link: those of one machine or of another group, or one."""
+        return self.network.sharing
 
     def training(self, group: int = 1) -> TrainingFacts:
         """What is known of the training for what plans keep of it, for workers in groups that act as one."""
@@ -146,7 +146,7 @@ class Prediction:
         """List what workers send each other beside the data: headers, and digests of what has become equal."""
         s, schedule = self.scenario, self.resolved.schedule
         delay = schedule.delay if isinstance(schedule, Streaming) else 0
-        fragments = in_parts(s.shapes.tensors, schedule.fragments)
+        fragments = in_fragments(s.shapes.tensors, schedule.fragments)
         for place in range(self.cycle):
             for sync in self.resolved.syncs_at(schedule.start + place):
                 weights, (level, size) = sync.payload is Payload.WEIGHTS, self._level(sync)
@@ -165,7 +165,7 @@ class Prediction:
     def _level(self, sync: Sync) -> tuple[str, int]:
         """Return the name of a level, and the workers of one of its groups."""
         s = self.scenario
-        size = s.workers if sync.level is None else sync.level if isinstance(sync.level, int) else s.machine or 1
+        size = size_of(sync.level, s.workers, s.machine)
         return level_name(None if size == s.workers else size), size
 
     # What is sent.

@@ -25,7 +25,7 @@ from laconic.tools.compare.report.sentence import headline
 from laconic.tools.distribution import pip_install
 from laconic.tools.errors import UsageError
 from laconic.tools.machine import usable_cores, versions
-from laconic.tools.units import human_bytes, ratio, share
+from laconic.tools.units import human_bytes, percent, ratio
 
 TEMPLATE = Path(__file__).with_name("page.html")
 DARK_PLANS = ("#b6bec8", "#5cb3ec", "#ff9657", "#3fcf9f", "#e59ccb", "#e3c34d")
@@ -102,7 +102,7 @@ def _cells(first: Outcome, outcome: Outcome, outcomes: Sequence[Outcome]) -> lis
     compared = first.ended == outcome.ended and first.ended != "seconds"
     return [
         f"{outcome.loss_start:.3f} → {outcome.loss_final:.3f}",
-        share(kept(outcome, outcomes)),
+        percent(kept(outcome, outcomes)),
         f"{outcome.seconds:,.1f}" + ("" if first.until_loss is None or outcome.reached else " (not reached)"),
         *([] if first.until_loss is None else ["-" if speed is None else f"{speed:.2f}"]),
         ratio(first.seconds, outcome.seconds).replace("x", "×") if compared else "-",
