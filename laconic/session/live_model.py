@@ -367,7 +367,7 @@ def facts_of_model(model: nn.Module, optimizers: Iterable[Optimizer], workers: i
     """Return what a target of bytes is resolved from; of a sharded tensor, the shape of its first, largest shard."""
     trained = {name: _shape(p) for name, p in _by_name(model.named_parameters()).items() if p.requires_grad}
     buffers = {name: _shape(b) for name, b in _by_name(model.named_buffers()).items()}
-    kinds = sorted({_kind(each) for each in optimizers})
+    kinds = sorted({kind_of(each) for each in optimizers})
     return facts_of(trained, workers, buffers, kinds, workers_on_this_machine(workers))
 
 
@@ -382,7 +382,8 @@ def _shape(t: Tensor) -> Tensor:
     return torch.view_as_real(empty) if t.is_complex() else empty
 
 
-def _kind(optimizer: Optimizer) -> Kind:
+def kind_of(optimizer: Optimizer) -> Kind:
+    """Return which of the measured kinds of optimizers this one is of."""
     name = type(optimizer).__name__.lower()
     return "muon" if "muon" in name else "sgd" if "sgd" in name else "adaptive"
 

@@ -18,6 +18,7 @@ from laconic.cost import meta
 from laconic.plans.methods import ddp, power_sgd
 from laconic.plans.plan import Plan
 from laconic.plans.text import register
+from laconic.session.live_model import kind_of
 from laconic.session.observers import StepObserver
 from laconic.session.session import Session
 from laconic.tools.planner.forecast import WORTH, Forecast
@@ -26,7 +27,10 @@ from laconic.tools.planner.measure import Meter, time_codec, time_collective
 from laconic.tools.planner.network import MeasuredNetwork
 from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.planner.probe_data import OPS, WORLD, Timing
+from laconic.tools.planner.quality import STEPS
 from laconic.tools.planner.shapes import Shapes
+from laconic.tools.units import percent
+from laconic.values import call, is_whole
 
 logger = logging.getLogger(__name__)
 
@@ -42,24 +46,29 @@ MEASURED_STEPS = 8
 class AutoPlan(Plan):
     """Begins as `power_sgd()`, which sends little and keeps the workers equal, until its observer can choose."""
 
+    steps: int = STEPS
+
     def observer(self) -> AutoObserver:
         """Return the observer that chooses."""
-        return AutoObserver()
+        return AutoObserver(self.steps)
 
     def __repr__(self) -> str:
-        return "auto()"
+        return call("auto", {} if self.steps == STEPS else {"steps": self.steps})
 
 
-def auto() -> Plan:
+def auto(steps: int = STEPS) -> Plan:
     """Measure the network for a few seconds, and go on with the plan of the measured front that fits it.
 
-    Which one is chosen, and why, is logged; `session.change(plan)` overrules it. docs/plan.md has the rule.
+    What plans keep of a training depends on its length, which is `steps`, on its optimizers and on its shapes. Which
+    plan is chosen, and why, is logged; `session.change(plan)` overrules it. docs/plan.md has the rule.
 
-    >>> auto()
-    auto()
+    >>> auto(), auto(steps=20_000)
+    (auto(), auto(steps=20000))
     """
+    if not is_whole(steps):
+        raise ValueError(f"auto(steps={steps!r}): it must be the number of steps of the training, such as 20000.")
     start = power_sgd()
-    return AutoPlan(start.schedule, start.codec)
+    return AutoPlan(start.schedule, start.codec, steps=steps)
 
 
 register(auto)
@@ -68,7 +77,8 @@ register(auto)
 class AutoObserver(StepObserver):
     """Chooses a plan after the first steps, once."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
+        self._length = steps
         self._timings: tuple[Timing, ...] = ()
         self._codec_s: dict[Plan, float] = {}
         self._last: float | None = None
@@ -113,7 +123,16 @@ class AutoObserver(StepObserver):
         compute_s = max(row[0] for row in session.gather([mine_us])) / 1e6
         network = MeasuredNetwork(self._timings, session.workers)
         shapes = Shapes(meta({name: p.shape for name, p in session.parameters.items()}), buffers=meta(session.buffers))
-        scenario = Scenario(shapes, session.workers, network, compute_s, codec_s=self._codec_s)
+        scenario = Scenario(
+            shapes,
+            session.workers,
+            network,
+            compute_s,
+            codec_s=self._codec_s,
+            bare=session.can_regroup,
+            steps=self._length,
+            optimizers=tuple(sorted({kind_of(each) for each in session.optimizers})),
+        )
         forecast = Forecast(list(self._codec_s), scenario)
         chosen = choice(forecast)
         leads = session.group is None or session.group.rank() == 0
@@ -130,13 +149,15 @@ def choice(forecast: Forecast) -> Prediction:
 
 
 def _message(forecast: Forecast, chosen: Prediction, step: int) -> str:
+    s = forecast.scenario
     rows = "\n".join(
         f"  {each.plan!r}: step {each.step_s:.3g} s, sends {each.sent_bytes_per_step:,.0f} bytes, "
-        f"same loss {each.sooner_than(forecast.ddp) or 0.0:.2f} times as soon as ddp()"
+        f"keeps {percent(each.kept)}, same loss {each.sooner_than(forecast.ddp) or 0.0:.2f} times as soon as ddp()"
         for each in forecast.ranked
     )
     return (
-        f"auto(), step {step}: a step computes for {forecast.scenario.compute_s:.3g} s, the network does "
-        f"{forecast.scenario.network.rate_bps / 1e6:.3g} Mbit/s. All workers go on with {chosen.plan!r}.\n{rows}\n"
+        f"auto(), step {step}: a step computes for {s.compute_s:.3g} s, the network does "
+        f"{s.network.rate_bps / 1e6:.3g} Mbit/s, the training has {s.steps} steps ({', '.join(s.optimizers)}). All "
+        f"workers go on with {chosen.plan!r}.\n{rows}\n"
         f"  {forecast.advice} session.change(plan) overrules this."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from laconic.plans.methods import Group, ddp, diloco, frugal, power_sgd, quantized_ddp
+from laconic.plans.methods import Group, ddp, diloco, frugal, power_sgd, quantized_ddp, streaming_diloco
 from laconic.plans.plan import Plan
 
 PLANS: tuple[Plan, ...] = (
@@ -16,6 +16,7 @@ PLANS: tuple[Plan, ...] = (
         frugal("120x"),
     ),
     diloco(period=16),
+    streaming_diloco(),
 )
 """What each keeps of a training is predicted by `quality.py`."""
 

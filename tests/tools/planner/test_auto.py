@@ -29,6 +29,9 @@ def test_the_text():
     assert laconic.plan("auto") == laconic.plan("auto()") == laconic.auto()
     assert repr(laconic.auto()) == "auto()"
     assert laconic.auto() != laconic.power_sgd()
+    assert laconic.plan("auto(steps=300)") == laconic.auto(steps=300) != laconic.auto()
+    with pytest.raises(ValueError, match=r"auto\(steps=0\): it must be the number of steps"):
+        laconic.auto(steps=0)
 
 
 def _forecast(rate: str, compute_s: float) -> Forecast:
@@ -50,8 +53,8 @@ def _train(worker: int, wrapped: bool) -> tuple[str, str, list[float], list[str]
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
     model = DDP(net) if wrapped else net
-    optimizer = torch.optim.AdamW(net.parameters())
-    with laconic.attach(laconic.plan("auto"), model, optimizer) as session:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with laconic.attach(laconic.auto(steps=300), model, optimizer) as session:
         began = repr(session.plan)
         for step in range(STEPS + 2):
             torch.manual_seed(10 * step + worker)
@@ -67,11 +70,12 @@ def _train(worker: int, wrapped: bool) -> tuple[str, str, list[float], list[str]
 @pytest.mark.slow
 def test_all_workers_choose_the_same(wrapped):
     (began, ended, weights, said), (_, other_ended, other_weights, other_said) = run_workers(_train, 2, (wrapped,))
-    assert began == "auto()" and ended != "auto()"
+    assert began == "auto(steps=300)" and not ended.startswith("auto")
     assert ended == other_ended and weights == other_weights
     assert not other_said and len(said) == 1
     assert f"All workers go on with {ended}." in said[0] and "overrules" in said[0]
     assert all(repr(plan) in said[0] for plan in PLANS[:2])
+    assert "the training has 300 steps (sgd)" in said[0]
 
 
 def _tiny(name: str) -> tuple[nn.Module, tuple[int, ...]]:
