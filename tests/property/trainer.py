@@ -321,7 +321,7 @@ class Trainer:
         return {name: self._as_parameter(name, t) for name, t in means.items()}
 
     def _as_parameter(self, name: str, t: Tensor) -> Tensor:
-        return torch.view_as_complex(t) if self.net.get_parameter(name).is_complex() else t
+        return torch.view_as_complex(t.clone()) if self.net.get_parameter(name).is_complex() else t
 
     def _ddp_sequence(self) -> int:
         group: Any = dist.group.WORLD
