@@ -413,7 +413,7 @@ class WeightSync:
     def _has_anchor(self, name: str) -> bool:
         """Return whether deltas of a parameter are taken: not if it came since the last round, or was frozen."""
         known = self._anchor is not None and name in self._anchor and name not in self.live.unsynced
-        return known and self.live.originals[name].requires_grad
+        return known and name in self.live.originals and self.live.originals[name].requires_grad
 
     @torch.no_grad()
     def _restore_anchor(self) -> None:
@@ -434,6 +434,7 @@ class WeightSync:
     @torch.no_grad()
     def apply_residuals(self) -> None:
         """Subtract this worker's residuals of deltas from its weights: no codec will deliver them."""
+        self.live.refresh()
         for name, residual in residuals_by_name(self.live.state["weights"]).items():
             if name in self.live.params:
                 self.live.params[name].sub_(residual.to(self.live.params[name].device))

@@ -103,6 +103,8 @@ FOUND: list[tuple[str, Setup, list[Program]]] = [
         Setup("post_local", wrap="ddp", features=BRANCH),
         [_steps(1), _change("post_local_start"), _steps(2)],
     ),
+    ("change_residuals_rebound", Setup("streaming_diloco(2, 2, 0)"), [_steps(4), Training.rebind, _change("ddp")]),
+    ("freeze_fragment", Setup("streaming_diloco(2, 2, 0)"), [_train("first", False), _steps(4)]),
     ("fp16", Setup("power_sgd_two", features=frozenset({"fp16"})), [_steps(8)]),
     ("complex", Setup("ddp", features=frozenset({"complex"})), [_steps(1)]),
     ("complex", Setup("diloco", features=frozenset({"complex"})), [_steps(2)]),
