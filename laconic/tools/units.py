@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from laconic.tools.errors import UsageError
 
@@ -91,7 +92,11 @@ def rate_text(bits_per_s: float, digits: int = 6) -> str:
 
     >>> rate_text(5e7), rate_text(1.5e9), rate_text(9_612_345.0, digits=3)
     ('50mbit', '1.5gbit', '9.61mbit')
+    >>> rate_text(inf)  # of a link on which more bytes took no more time
+    'more than was measurable'
     """
+    if bits_per_s == inf:
+        return "more than was measurable"
     for name, scale in reversed(_SCALES.items()):
         if bits_per_s >= scale:
             return f"{bits_per_s / scale:.{digits}g}{name}bit"

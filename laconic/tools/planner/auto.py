@@ -29,7 +29,7 @@ from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.planner.probe_data import OPS, WORLD, Timing
 from laconic.tools.planner.quality import STEPS
 from laconic.tools.planner.shapes import Shapes
-from laconic.tools.units import percent
+from laconic.tools.units import percent, rate_text
 from laconic.values import call, is_whole
 
 logger = logging.getLogger(__name__)
@@ -156,8 +156,8 @@ def _message(forecast: Forecast, chosen: Prediction, step: int) -> str:
         for each in forecast.ranked
     )
     return (
-        f"auto(), step {step}: a step computes for {s.compute_s:.3g} s, the network does "
-        f"{s.network.rate_bps / 1e6:.3g} Mbit/s, the training has {s.steps} steps ({', '.join(s.optimizers)}). All "
-        f"workers go on with {chosen.plan!r}.\n{rows}\n"
+        f"auto(), step {step}: a step computes for {s.compute_s:.3g} s, the rate of the network is "
+        f"{rate_text(s.network.rate_bps, digits=3)}, the training has {s.steps} steps (auto(steps=...) says how many; "
+        f"{', '.join(s.optimizers)}). All workers go on with {chosen.plan!r}.\n{rows}\n"
         f"  {forecast.advice} session.change(plan) overrules this."
     )

@@ -333,7 +333,7 @@ class Prediction:
         low, high = -40.0, 60.0  # powers of 2, of the rate as it is
         if isinstance(self.resolved.schedule, Never):
             return 0.0
-        if not holds(2**high):
+        if self.scenario.network.rate_bps == inf or not holds(2**high):
             return None
         for _ in range(40):
             middle = (low + high) / 2

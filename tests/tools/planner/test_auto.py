@@ -75,7 +75,7 @@ def test_all_workers_choose_the_same(wrapped):
     assert not other_said and len(said) == 1
     assert f"All workers go on with {ended}." in said[0] and "overrules" in said[0]
     assert all(repr(plan) in said[0] for plan in PLANS[:2])
-    assert "the training has 300 steps (sgd)" in said[0]
+    assert "the training has 300 steps (auto(steps=...) says how many; sgd)" in said[0]
 
 
 def _tiny(name: str) -> tuple[nn.Module, tuple[int, ...]]:
