@@ -56,17 +56,17 @@ def unpack(flat: Tensor, like: Tensors) -> dict[str, Tensor]:
 def side_by_side(values: Iterable[Tensor]) -> Tensor | None:
     """Return one flat view of `values` in order, or None unless they are contiguous and adjacent in memory."""
     values = [t for t in values if t.numel()]
-    if not values or not all(t.is_contiguous() for t in values):
+    if not values or values[0].device.type == "meta":
         return None
-    offset = start = values[0].storage_offset()
-    storage = values[0].untyped_storage().data_ptr()
-    if values[0].device.type == "meta":
-        return None
+    first, address = values[0], values[0].data_ptr()
     for t in values:
-        if t.storage_offset() != offset or t.untyped_storage().data_ptr() != storage:
+        if t.data_ptr() != address or not t.is_contiguous():
             return None
-        offset += t.numel()
-    return values[0].as_strided((offset - start,), (1,), start)
+        address += t.nbytes
+    count, start = sum(map(Tensor.numel, values)), first.storage_offset()
+    if (start + count) * first.itemsize > first.untyped_storage().nbytes():  # another storage begins where one ends
+        return None
+    return first.as_strided((count,), (1,), start)
 
 
 def on_cuda(tensors: Tensors) -> bool:
@@ -194,7 +194,7 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     tensor([ 65504., -65504.,      inf], dtype=torch.float16)
     """
     if dtype != torch.float16:  # all others have the range of fp32, but for the last half of a rounding
-        return x.to(dtype)
+        return x if x.dtype == dtype else x.to(dtype)
     largest = torch.finfo(dtype).max
     return torch.where(x.isinf(), x, x.clamp(-largest, largest)).to(dtype)
 
@@ -226,6 +226,8 @@ class Shards:
         is_padded = any(shape.numel() % row for shape in self.shapes.values())
         self.counts = torch.cat(counts).to(device) if is_padded else None
         self._keys = torch.cat(keys)
+        self._lengths = [length for shape in self.shapes.values() for length in (shape.numel(), -shape.numel() % row)]
+        """The numbers of each tensor in its rows, and those that pad its last row."""
 
     def keys(self, turn: int | None, worker: int) -> Tensor | None:
         """Return a number for each row that no other row, turn or worker has; None without a turn."""
@@ -242,11 +244,8 @@ class Shards:
 
     def tensors(self, rows: Tensor, like: Tensors) -> dict[str, Tensor]:
         """Undo `rows`: views of it."""
-        flat, at, found = rows.view(-1), 0, {}
-        for name, t in like.items():
-            found[name] = flat[at : at + t.numel()].view(t.shape)
-            at += -(-t.numel() // self.row) * self.row
-        return found
+        pieces = rows.view(-1).split(self._lengths)[::2]
+        return {name: piece.view(t.shape) for (name, t), piece in zip(like.items(), pieces, strict=True)}
 
 
 def shift_of(name: str, workers: int) -> int:

@@ -269,8 +269,10 @@ def _finding(x: Tensor, tensors: Mapping[str, Tensor], first: bool) -> Finding:
         if x.is_floating_point():
             return all_finite({"": x})
         return _finite(tensors) if first else torch.tensor(True, device=x.device)
-    looked_at = [x] if x.is_floating_point() else list(tensors.values()) if first else []
-    return None if all(map(is_finite, looked_at)) else _first_nonfinite(tensors)
+    if not x.is_floating_point() and not first:
+        return None
+    fine = is_finite(x) if x.is_floating_point() else bool(_finite(tensors))
+    return None if fine else _first_nonfinite(tensors)
 
 
 def _who_and_where(

@@ -12,11 +12,12 @@ from torch import Tensor
 from laconic.codecs.contract import Codec, check_codec, keep_if
 from laconic.codecs.low_rank import Factors, LowRank
 from laconic.codecs.quantized import Quantized
-from laconic.exchange import Averaged, Decide, Exchange, Peers, State, Tensors
+from laconic.codecs.shards import reduce_rows
+from laconic.exchange import Averaged, Decide, Exchange, Peers, State, Tensors, all_finite
 from laconic.kernels.choose import has_feedback_kernels, has_matrix_kernels
 from laconic.kernels.cpu import dense_feedback
-from laconic.packing import narrowed, wide_dtype
-from laconic.torch_private.foreach import multiply_all
+from laconic.packing import known_shards, narrowed, side_by_side, wide_dtype
+from laconic.torch_private.foreach import add_all, copy_all, multiply_all
 from laconic.values import as_code, is_number
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ class ErrorFeedback:
     is too old to be of use is forgotten.
 
     Until all exchanges of a step have ended, each holds the sums of its gradients and residuals in fp32, and the result
-    of the codec inside. The fused paths (`laconic.kernels`) hold thin factors only.
+    of the codec inside. The fused paths (`laconic.kernels`) hold thin factors only, and few bits on a CPU the means.
     """
 
     codec: Codec
@@ -106,13 +107,48 @@ class ErrorFeedback:
                 return fused_feedback(codec, tensors, residual, Factors(inner), peers)
             if some.dtype in (torch.float32, torch.float64) and some.device.type != "meta":
                 return dense_feedback(codec, tensors, residual, Factors(inner), peers)
-        if not some.is_cuda or not isinstance(codec, Quantized) or codec.rounding != "nearest" or peers.size == 1:
+        if not isinstance(codec, Quantized) or codec.rounding != "nearest" or peers.size == 1:
             return None
-        if not has_feedback_kernels(tensors, residual, codec.block):
+        if (
+            some.device.type == "cpu"
+            and some.dtype == wide_dtype(some.dtype)
+            and all(map(Tensor.numel, tensors.values()))
+        ):
+            return rows_feedback(codec, tensors, residual, inner, peers)
+        if not some.is_cuda or not has_feedback_kernels(tensors, residual, codec.block):
             return None
         from laconic.kernels.cuda.shards import quantized_feedback  # needs Triton
 
         return quantized_feedback(codec.bits, codec.block, tensors, residual, inner, peers)
+
+
+def rows_feedback(
+    codec: Quantized, tensors: Tensors, residual: dict[str, Tensor], inner: State, peers: Peers
+) -> Exchange[Averaged]:
+    """Average `tensors` in place in few bits with error feedback, all as rows of one tensor, and update the residuals.
+
+    For tensors on the CPU of a wide dtype, none of them empty: there, a call for each tensor costs more than its work.
+    """
+    shards = known_shards(tensors, codec.row, peers.size, inner)
+    values = list(tensors.values())
+    kept = [residual[name].to(t.dtype) if name in residual else torch.zeros_like(t) for name, t in tensors.items()]
+    # 1. what is to be sent, [n, row]: gradients plus residuals, in the memory of the gradients if these are rows
+    flat = side_by_side(values) if shards.counts is None else None
+    rows = shards.rows(tensors) if flat is None else flat.view(-1, codec.row)
+    sums = list(shards.tensors(rows, tensors).values()) if flat is None else values
+    add_all(sums, kept)
+    means, own = yield from reduce_rows(rows, shards, codec, peers)
+    # 2. what was not delivered is the new residual
+    ok = yield Decide(all_finite({"": means}))
+    if bool(ok):
+        rows.sub_(own())
+        copy_all(kept, sums)
+        residual.update(zip(tensors, kept, strict=True))
+    # 3. the mean
+    rows.copy_(means)
+    if sums is not values:
+        copy_all(values, sums)
+    return Averaged(dict(tensors), lambda: dict(tensors), lambda: ok, decided=True)
 
 
 def feedback_state(state: State) -> tuple[dict[str, Tensor], State]:

@@ -132,11 +132,12 @@ def encode_rows(rows: Tensor, bits: int, counts: Tensor | None = None, noise: Te
     largest magnitude then sets the step, so that nothing is cut.
     """
     step = _steps(rows, bits, counts, stochastic=noise is not None)
-    steps = torch.where(step > 0, step, torch.ones_like(step)).to(rows.dtype)[:, None]
+    steps = torch.where(step > 0, step, 1.0).to(rows.dtype)[:, None]
     codes = (rows / steps).add_(_zero(bits))
     if noise is not None:
         codes += noise
-    codes = codes.round_().nan_to_num_(0.0).clamp_(_lowest(bits), 2**bits - 1).to(torch.uint8)
+    codes = codes.round_().nan_to_num_(0.0).clamp_(_lowest(bits), 2**bits - 1)
+    codes = codes.to(torch.int16).to(torch.uint8)  # on a CPU four times as quick as straight to uint8
     return torch.cat([step[:, None].view(torch.uint8), pack_bits(codes, bits)], dim=1)
 
 
@@ -156,12 +157,13 @@ def decode_rows(messages: Tensor, bits: int, count: int, dtype: torch.dtype) -> 
 def _steps(rows: Tensor, bits: int, counts: Tensor | None, stochastic: bool) -> Tensor:
     """Return the step of each row in bf16; zero for rows of zeros."""
     if stochastic or bits > 2:
-        step = rows.abs().amax(1) / (2**bits - 1 - _zero(bits))
+        largest = torch.maximum(rows.amax(1), rows.amin(1).neg_())  # of `abs()`, without a copy of all rows
+        step = largest / (2**bits - 1 - _zero(bits))
     else:
         fill = rows.shape[1] if counts is None else counts.to(rows.dtype)[:, None]
-        step = (rows.abs() / fill).sum(1) * _STEP_OF_MEAN[bits]
+        step = rows.abs().div_(fill).sum(1) * _STEP_OF_MEAN[bits]
     step = step.to(torch.bfloat16)
-    return torch.where(step < _TINY, torch.zeros_like(step), step)
+    return torch.where(step < _TINY, 0.0, step)
 
 
 def _zero(bits: int) -> float:
@@ -171,6 +173,10 @@ def _zero(bits: int) -> float:
 
 def _lowest(bits: int) -> int:
     return 1 if bits > 2 else 0  # as many codes below zero as above
+
+
+_WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
+"""The dtype that has one byte for each code of a packed byte, the first of them the lowest (little endian)."""
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
@@ -184,11 +190,10 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     each = 8 // bits
     if codes.shape[1] % each:
         codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % each))
-    parts: Tensor = codes.unflatten(1, (-1, each))
-    packed: Tensor = parts[..., 0].clone()
-    for i in range(1, each):
-        packed |= parts[..., i] << (bits * i)
-    return packed
+    words = codes.view(_WORDS[bits])  # [n, bytes]: the codes of one byte, each in a byte of its own
+    for halving in range(each.bit_length() - 1):  # neighbours, then pairs of them, ...
+        words = words | words >> ((8 - bits) << halving)
+    return words.to(torch.uint8)  # the lowest byte
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
@@ -199,9 +204,11 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     """
     if bits == 8:
         return packed
-    shifts = range(0, 8, bits)
-    codes = torch.stack([(packed >> shift) & (2**bits - 1) for shift in shifts], dim=-1)
-    return codes.flatten(-2)[..., :count]
+    each = 8 // bits
+    words = packed.to(_WORDS[bits], memory_format=torch.contiguous_format)
+    for halving in reversed(range(each.bit_length() - 1)):
+        words = words | words << ((8 - bits) << halving)
+    return words.view(torch.uint8).bitwise_and_(2**bits - 1)[..., :count]
 
 
 def pack_indices(indices: Tensor, bits: int) -> Tensor:

@@ -10,13 +10,14 @@ Who owns what depends on names and shapes alone, never on the bucket: a resumed 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from laconic.exchange import AllToAll, Averaged, Exchange, Gather, Peers, State, Tensors, all_finite
-from laconic.packing import known_shards
+from laconic.packing import Shards, known_shards
 
 
 class Rows(Protocol):
@@ -43,18 +44,27 @@ def reduce_in_shards(
 
     `of_means` encodes the means; without it, `codec` does.
     """
+    if peers.size == 1 or not tensors:  # nothing is sent, nothing is lost
+        return Averaged(dict(tensors), lambda: dict(tensors), lambda: all_finite(tensors))
+    shards = known_shards(tensors, codec.row, peers.size, state)
+    means, own = yield from reduce_rows(shards.rows(tensors), shards, codec, peers, turn, of_means)
+    mean = shards.tensors(means, tensors)
+    return Averaged(mean, lambda: shards.tensors(own(), tensors), lambda: all_finite(mean))
+
+
+def reduce_rows(
+    rows: Tensor, shards: Shards, codec: Rows, peers: Peers, turn: int | None = None, of_means: Rows | None = None
+) -> Exchange[tuple[Tensor, Callable[[], Tensor]]]:
+    """Return the means of rows [n, row], and a function that returns what this worker's messages amount to."""
     worker, workers = peers.rank, peers.size
     of_means = codec if of_means is None else of_means
-    if workers == 1 or not tensors:  # nothing is sent, nothing is lost
-        return Averaged(dict(tensors), lambda: dict(tensors), lambda: all_finite(tensors))
     # 1. All rows are encoded, and each goes to the worker that owns it.
-    shards = known_shards(tensors, codec.row, workers, state)
     mine = shards.order[shards.starts[worker] : shards.starts[worker + 1]]
-    rows = shards.rows(tensors)  # [n, row]
     sent = codec.encode(rows, shards.counts, shards.keys(turn, worker))  # [n, bytes]
-    parts = codec.decode((yield AllToAll(sent[shards.order], shards.sizes)), rows.dtype)  # [workers, mine, row]
+    received = yield AllToAll(sent.index_select(0, shards.order), shards.sizes)  # [workers, mine, bytes]
+    parts = codec.decode(received, rows.dtype)  # [workers, mine, row]
     # 2. The owner averages its rows. Its own numbers it has exactly: it need not use its own message.
-    exact = parts[worker] = rows[mine]  # [mine, row]
+    exact = parts[worker] = rows.index_select(0, mine)  # [mine, row]
     mean_of_mine = parts.div_(workers).sum(0)
     counts = None if shards.counts is None else shards.counts[mine]
     if counts is not None:  # with 2 bits and 1 bit, no code stands for zero: padding is not decoded as zeros
@@ -64,13 +74,13 @@ def reduce_in_shards(
     second = of_means.encode(mean_of_mine, counts, None if keys is None else keys[mine])
     padded = torch.nn.functional.pad(second, (0, 0, 0, shards.most - len(second)))
     gathered = yield Gather(padded)  # [workers, most, bytes]
-    means = of_means.decode(gathered.flatten(0, 1)[shards.places], rows.dtype)  # [n, row]
+    means = of_means.decode(gathered.flatten(0, 1).index_select(0, shards.places), rows.dtype)  # [n, row]
 
-    def own() -> dict[str, Tensor]:
+    def own() -> Tensor:
         amount = codec.decode(sent, rows.dtype)
         # What the second encoding loses counts as lost by the owner alone: times `workers`, as own parts are averaged.
-        amount[mine] = exact + workers * (means[mine] - mean_of_mine)
-        return shards.tensors(amount, tensors)
+        lost = means.index_select(0, mine).sub_(mean_of_mine)
+        amount[mine] = lost.mul_(workers).add_(exact)
+        return amount
 
-    mean = shards.tensors(means, tensors)
-    return Averaged(mean, own, lambda: all_finite(mean))
+    return means, own

@@ -152,6 +152,9 @@ class EndThread:
     """Ends the thread."""
 
 
+KEPT_BYTES = (32 << 20) - (1 << 16)
+"""The largest block from which glibc learns how much freed memory to keep for the next allocation: twice as much."""
+
 Agree: TypeAlias = Callable[[Tensor], Tensor]
 """Whether a batch is finite on other workers, too, that average other tensors of the same step: a 0-d tensor of one."""
 Items: TypeAlias = "queue.SimpleQueue[Running | Flush | EndThread]"
@@ -425,6 +428,10 @@ class CollectiveQueue:
 
 def _serve(collectives: weakref.ref[CollectiveQueue], items: Items) -> None:
     """Serve the queue. It holds no reference while it waits, so that an unused queue can be collected."""
+    # In a new thread, matrix products use all cores until something else has read `torch.set_num_threads`.
+    torch.get_num_threads()
+    # glibc gives freed memory back, and takes it again page by page, until it has freed a block as large as this.
+    torch.empty(KEPT_BYTES, dtype=torch.uint8)
     with torch.no_grad():
         while True:
             try:

@@ -39,9 +39,11 @@ def orthonormal_all(xs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     On the CPU one by one: in a batch the last bit depends on the neighbours, which change with the layout of buckets.
     """
-    by_shape: dict[object, list[str]] = {}
+    if all(x.device.type == "cpu" for x in xs.values()):
+        return {name: orthonormal(x) for name, x in xs.items()}
+    by_shape: dict[torch.Size, list[str]] = {}
     for name, x in xs.items():
-        by_shape.setdefault(name if x.device.type == "cpu" else x.shape, []).append(name)
+        by_shape.setdefault(x.shape, []).append(name)
     done: dict[str, Tensor] = {}
     for names in by_shape.values():
         done.update(zip(names, orthonormal(torch.stack([xs[name] for name in names])), strict=True))

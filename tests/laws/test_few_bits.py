@@ -10,8 +10,9 @@ from torch import Tensor
 
 import laconic
 from laconic.codecs import ByShape, Codec, ErrorFeedback, LowRank, Quantized, TopDCT, TopK
+from laconic.codecs.quantized import pack_bits, unpack_bits
 from laconic.exchange import State
-from tests.laws.world import averaged, residuals, same_bits, true_mean
+from tests.laws.world import World, averaged, residuals, same_bits, true_mean
 
 CODECS: list[Codec] = [
     *(Quantized(bits) for bits in (8, 4, 2, 1)),
@@ -75,6 +76,37 @@ def test_every_worker_notices_nan(codec: Codec, bad: float) -> None:
     ends = averaged(ErrorFeedback(codec), inputs, states)
     assert not any(bool(end.finite()) for end in ends)
     assert not any(t.any() for state in states for t in residuals(state).values())
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+@pytest.mark.parametrize("whole_rows", [True, False])
+def test_error_feedback_in_rows_equals_the_plain_composition(bits: int, whole_rows: bool) -> None:
+    codec = ErrorFeedback(Quantized(bits))
+    plain, rows = World(codec, 3), World(codec, 3, reuse=True)
+    for step in range(4):
+        inputs = [unusual(3 * step + worker) for worker in range(3)]
+        for given in inputs:
+            del given["nothing"]  # with an empty tensor, all are averaged one by one
+            if whole_rows:
+                given |= {name: t.reshape(-1)[:1].expand(2, 128) * t.numel() for name, t in given.items()}
+        if step == 2:
+            inputs[1]["matrix"][0, 5] = torch.nan  # the step is void, and no residual changes
+        before = [{name: t.clone() for name, t in residuals(state).items()} for state in rows.states]
+        expected, got = plain.average(inputs), rows.average(inputs)
+        assert [bool(end.finite()) for end in got] == [bool(end.finite()) for end in expected] == [step != 2] * 3
+        assert step != 2 or all(map(same_bits, before, map(residuals, rows.states)))
+        for a, b in zip(got, expected, strict=True):
+            assert same_bits(a.mean, b.mean)
+        assert all(same_bits(residuals(a), residuals(b)) for a, b in zip(rows.states, plain.states, strict=True))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+def test_codes_are_packed_from_the_lowest_bits_on(bits: int) -> None:
+    codes = torch.randint(2**bits, (5, 21), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    padded = torch.nn.functional.pad(codes, (0, -21 % (8 // bits))).unflatten(1, (-1, 8 // bits))
+    packed = pack_bits(codes, bits)
+    assert torch.equal(packed, (padded << (bits * torch.arange(8 // bits))).sum(-1).to(torch.uint8))
+    assert torch.equal(unpack_bits(packed.unflatten(0, (5, 1)), bits, 21), codes.unflatten(0, (5, 1)))
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
