@@ -25,6 +25,7 @@ from laconic.plans.schedules import (
     Streaming,
     Sync,
     SyncClock,
+    Timed,
 )
 from laconic.plans.topology import Topology, World
 from laconic.values import as_code, default_of
@@ -72,6 +73,12 @@ class Plan:
             if getattr(self, option) not in get_args(kinds):
                 known = " or ".join(repr(kind) for kind in get_args(kinds))
                 raise ValueError(f"Plan({option}={getattr(self, option)!r}): {option} must be {known}.")
+        if isinstance(self.schedule, Timed) and self.topology.inner is not None:
+            raise ValueError(
+                f"Plan(schedule={self.schedule!r}, topology={self.topology!r}): the workers of a group average gradients "
+                "in every step and must take as many of them, and a round by time ends at another step on each. Leave "
+                "the group out, or choose rounds by steps, such as diloco(period=16, group=...)."
+            )
         if isinstance(self.schedule, Never):  # groups may average gradients inside
             options = ("codec", "outer", "buffers", "optimizer_state")
             self._check_defaults(options, "workers never synchronise", "choose a schedule such as Every(8)")
