@@ -51,7 +51,7 @@ class Header:
     count: int | None = None
     """How many samples this worker has counted, where means are weighted; or `NOT_COUNTED`."""
     taken: int | None = None
-    """How many steps this worker has taken in a round that ends by the clock; `step` is then the number of the round."""
+    """Of a round that ends by the clock, whose number is then `step`: how many steps this worker has taken in it."""
 
     def row(self) -> Tensor:
         """Return the numbers that are sent, int64."""

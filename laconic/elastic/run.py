@@ -95,6 +95,7 @@ def objects_of(
     must not be the weights, which the others have restored from a snapshot by then.
     """
     _check_bare(session, model)
+    session.plan.check_by_steps("Run")
     session.commit = "atomic"
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     return {

@@ -107,8 +107,8 @@ def post_local_sgd(
 ) -> Plan:
     """Average gradients at every step before `start`, then weights every `period` steps (arXiv:1808.07217).
 
-    `period` is 16 by default. With `every`, such as "30s", rounds end by time instead: see `Timed`. With `group`, groups
-    of that many workers, or the workers of one "machine", keep averaging gradients at every step.
+    `period` is 16 by default. With `every`, such as "30s", rounds end by time instead: see `Timed`. With `group`,
+    groups of that many workers, or the workers of one "machine", keep averaging gradients at every step.
     """
     schedule = _rounds("post_local_sgd", period, every, start)
     return Plan(schedule, topology=_topology(group), buffers=buffers, optimizer_state=optimizer_state)
@@ -202,7 +202,8 @@ def sparse_loco(
 ) -> Plan:
     """Average the largest deltas in 2 bits every `period` steps, with decayed feedback (SparseLoCo, arXiv:2508.15706).
 
-    `period` is 4 by default; with `every`, such as "5s", rounds end by time instead: see `Timed`. Dense deltas in 1 or 2 bits keep as much of the training or more at the same bytes (docs/quality.md).
+    `period` is 4 by default. With `every`, such as "5s", rounds end by time instead: see `Timed`. Dense deltas in 1 or
+    2 bits keep as much of the training or more at the same bytes (docs/quality.md).
     """
     codec = ByShape(ErrorFeedback(TopK(fraction, bits=2), decay=decay), rest=ErrorFeedback(Quantized(4)))
     schedule = _rounds("sparse_loco", period, every, start, usual=4)

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from laconic.codecs import Codec, Exact
+from laconic.errors import PlanError
 from laconic.exchange import Level
 from laconic.plans.outer import Nesterov, Outer
 from laconic.plans.schedules import (
@@ -75,9 +76,9 @@ class Plan:
                 raise ValueError(f"Plan({option}={getattr(self, option)!r}): {option} must be {known}.")
         if isinstance(self.schedule, Timed) and self.topology.inner is not None:
             raise ValueError(
-                f"Plan(schedule={self.schedule!r}, topology={self.topology!r}): the workers of a group average gradients "
-                "in every step and must take as many of them, and a round by time ends at another step on each. Leave "
-                "the group out, or choose rounds by steps, such as diloco(period=16, group=...)."
+                f"Plan(schedule={self.schedule!r}, topology={self.topology!r}): the workers of a group average "
+                "gradients in every step, so all take as many, and a round by time ends at another step on each. Leave "
+                f"the group out, or choose rounds by steps, such as diloco(period=16, group={self.topology.inner!r})."
             )
         if isinstance(self.schedule, Never):  # groups may average gradients inside
             options = ("codec", "outer", "buffers", "optimizer_state")
@@ -108,6 +109,14 @@ class Plan:
     def observer(self) -> object:
         """Return the `StepObserver` that `attach` adds to the session; None for none."""
         return None
+
+    def check_by_steps(self, what: str) -> None:
+        """Refuse this plan if its rounds end by the clock: for `what` counts steps, and they then differ by worker."""
+        if isinstance(self.schedule, Timed):
+            raise PlanError(
+                f"{what} with {self!r}: it counts steps, the same on all workers, and in a round by time each worker "
+                "takes as many as it can. Give it rounds by steps: diloco(period=...), with the steps that a round has."
+            )
 
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
         """Return what is averaged at `step`, and among whom; an empty tuple for a local step."""

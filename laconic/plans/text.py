@@ -84,8 +84,9 @@ def _arguments(plan: Plan) -> dict[str, Any]:
     for value in (*codecs, plan.outer, plan.schedule):
         if is_dataclass(value):
             found |= {f.name: getattr(value, f.name) for f in fields(value)}
-    timed = isinstance(plan.schedule, Timed)
-    found |= {"every": plan.schedule.every, "period": None} if timed else {"every": None}
+    found["every"] = None
+    if isinstance(plan.schedule, Timed):
+        found |= {"every": plan.schedule.every, "period": None}
     found["feedback"] = any(isinstance(codec, ErrorFeedback) for codec in codecs)
     return found | {
         "bytes": None,  # a plan that is known needs no target

@@ -6,7 +6,7 @@ in the place of the step, and they tell how many steps each worker has taken.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from time import monotonic
 
 from laconic.checks.headers import Headers
@@ -58,6 +58,6 @@ def check_rounds(plan: Plan, sharded: bool) -> None:
     """Refuse rounds by time where some workers must take each step together."""
     if sharded and isinstance(plan.schedule, Timed):
         raise ValueError(
-            f"{plan!r} on a sharded model: the workers that hold the shards of one replica take each step together, and "
-            "a round by time ends at another step on each. Choose rounds by steps, such as diloco(period=16)."
+            f"{plan!r} on a sharded model: the workers that hold the shards of one replica take each step together, "
+            "and a round by time ends at another step on each. Choose rounds by steps, such as diloco(period=16)."
         )

@@ -180,10 +180,6 @@ class Session:
         return self.step if self._rounds is None else self._rounds.progress
 
     @property
-    def _rounds(self) -> Rounds | None:
-        return self._headers.rounds
-
-    @property
     def in_flight(self) -> bool:
         """Whether a fragment was sent and has not taken effect yet."""
         return self._weights.in_flight
@@ -527,6 +523,10 @@ class Session:
 
     # One step
 
+    @property
+    def _rounds(self) -> Rounds | None:
+        return self._headers.rounds
+
     def _prepare(self) -> None:
         """Prepare the next step: what is synchronised in it, and whether gradients are averaged."""
         number = self.ledger.step = self.step + 1
@@ -675,9 +675,9 @@ class Session:
     def _check_between_rounds(self, call: str) -> None:
         if self._rounds is not None and not self.synced:
             raise RuntimeError(
-                f"{call} in the middle of a round of {self.plan!r}: each worker is at a step of its own, and the others "
-                "may be synchronising. Call it on all workers at the end of a round: if session.synced. The weights are "
-                "their mean then."
+                f"{call} in the middle of a round of {self.plan!r}: each worker is at a step of its own, and the "
+                "others may be synchronising. Call it on all workers at the end of a round: if session.synced. The "
+                "weights are their mean then."
             )
 
     def __enter__(self) -> Session:
