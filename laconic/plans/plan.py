@@ -111,11 +111,11 @@ class Plan:
         return None
 
     def check_by_steps(self, what: str) -> None:
-        """Refuse this plan if its rounds end by the clock: for `what` counts steps, and they then differ by worker."""
+        """Refuse this plan if its rounds end by the clock, for `what` counts steps: they differ between the workers."""
         if isinstance(self.schedule, Timed):
             raise PlanError(
-                f"{what} with {self!r}: it counts steps, the same on all workers, and in a round by time each worker "
-                "takes as many as it can. Give it rounds by steps: diloco(period=...), with the steps that a round has."
+                f"{what} needs as many steps from all workers, and in a round of {self!r} each takes as many as it "
+                "can. Use rounds by steps: diloco(period=...), with the steps that such a round has."
             )
 
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:

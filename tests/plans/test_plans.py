@@ -123,7 +123,7 @@ PRINTED = {
     "diloco(momentum=0.9, start=5, every='90s')": diloco(every="1.5min", momentum=0.9, start=5),
     "post_local_sgd(start=5, every='0.5s')": Plan(Timed(0.5, 5)),
     "sparse_loco(every='3600s')": sparse_loco(every="1h"),
-    "Plan(schedule=Timed(seconds=30), codec=Exact(wide=True))": Plan(Timed(30), Exact(wide=True)),
+    "diloco(codec=Exact(wide=True), every='30s')": Plan(Timed(30), Exact(wide=True)),
     "power_sgd(rank=1, bits=None)": power_sgd(1, None),
     "power_sgd(rank=4, bits=4, start=100, min_compression=0.5, feedback=False, seed=3)": power_sgd(
         4, start=100, min_compression=0.5, feedback=False, seed=3
