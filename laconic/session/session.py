@@ -88,7 +88,8 @@ class Session:
         self._live, self._levels, self._counts = averager.live, averager.levels, averager.counts
         self._scaled, self._clipping, self._divergence = list(scaled), clipping, divergence
         self._clock = SyncClock(since=plan.schedule.start - 1)
-        headers.rounds = Rounds() if isinstance(plan.schedule, Timed) else None
+        self._rounds = headers.rounds = Rounds() if isinstance(plan.schedule, Timed) else None
+        """Where rounds end by the clock."""
         # Of the step that comes next, set by `_prepare`
         self._syncs: tuple[Sync, ...] = ()
         self._gradient: Sync | None = None
@@ -317,10 +318,10 @@ class Session:
         self._path.check_plan(plan)
         check_rounds(plan, self._levels.shards is not None)
         self._check_between_rounds(f"change({plan!r})")
-        timed, step = isinstance(plan.schedule, Timed), round(self.progress)
+        step = round(self.progress)  # also where each worker has taken steps of its own
         agree(self._levels.world, "the plan to go on with", {"step": step, "plan": repr(plan)})
         self._levels.prepare(plan.levels)
-        clock = SyncClock(since=max(self.step if timed else step, plan.schedule.start - 1))
+        clock = SyncClock(since=max(step, plan.schedule.start - 1))
         gradients = any(s.payload is Payload.GRADIENT for s in plan.syncs_at(step + 1, clock))
         # 2. weights and moments that all workers share. Equal gradients move weights alike only if the optimizers'
         # moments are equal, too.
@@ -334,10 +335,8 @@ class Session:
         self._averager.equalise_loss_scale()
         # 3. the new plan, with the state that it can use
         self.plan, self.given, self._clock = plan, given, clock
-        if not timed:  # the workers count steps alike again
-            self.step, self._headers.rounds = step, None
-        elif self._rounds is None:
-            self._headers.rounds = Rounds(progress=step)
+        self.step, self._rounds = step, Rounds(progress=step) if isinstance(plan.schedule, Timed) else None
+        self._headers.rounds = self._rounds
         self._live.reset(carry_residuals(self._live.state["gradient"]) if gradients else None)
         self._weights.forget()
         if self._counts is not None:
@@ -522,10 +521,6 @@ class Session:
             self._after()
 
     # One step
-
-    @property
-    def _rounds(self) -> Rounds | None:
-        return self._headers.rounds
 
     def _prepare(self) -> None:
         """Prepare the next step: what is synchronised in it, and whether gradients are averaged."""

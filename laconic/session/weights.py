@@ -242,7 +242,8 @@ class WeightSync:
         shards = self.levels.shards
         received = exchange_headers(queue, headers.header(finite=finite, count=count), shards)
         headers.received(received, among_all=queue is self.levels.world)
-        weighed = received.shares
+        plain = received.all[0].count is None
+        weighed = None if plain else received.shares
         share = 1.0 if weighed is None else weighed[queue.peers.rank]
         if all(received.finite):
             return Contributors(received.finite, shares=weighed, share=share)
@@ -255,7 +256,6 @@ class WeightSync:
                 self._restore_anchor()
             if not any(key.startswith("moment:") for key in extra):
                 live.reset_optimizers(live.params)  # moments that made such weights
-        plain = received.all[0].count is None
         return Contributors(received.finite, scale if plain else 1.0, excluded, weighed, share)
 
     # 3. Deltas
