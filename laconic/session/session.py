@@ -658,7 +658,7 @@ class Session:
     def _compare_weights(self, shared: Mapping[str, Tensor], every_step: bool = False) -> None:
         """Compare what all workers must hold alike, if a comparison is due."""
         every_step, levels = every_step or self.plan.schedule.period == 1, self._levels
-        self._divergence.after_sync(levels.world, shared, every_step, self.step, levels.shards)
+        self._divergence.after_sync(levels.world, shared, every_step, round(self.progress), levels.shards)
 
     def _average_weights(self, optimizers: bool, force: bool) -> None:
         """Average weights where local steps have made them different, or `force` says so; and the optimizers' state."""
