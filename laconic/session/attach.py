@@ -155,7 +155,7 @@ def attach(
             watching.append(own)
         on_cpu = all(p.device.type == "cpu" for p in model.parameters())
         shards = shards_of(model)
-        check_rounds(plan, shards is not None)
+        check_rounds(plan, model, shards is not None)
         late = shards is None and not on_cpu and all(map(skips_itself, optimizers))
         policy: NonFinite = nonfinite or ("skip" if late or on_cpu else "ignore")
         check_policy(policy)

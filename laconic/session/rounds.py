@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from time import monotonic
 
+from torch import nn
+
 from laconic.checks.headers import Headers
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Timed
@@ -54,10 +56,15 @@ class Rounds:
         self.ended, self.taken, self.progress = int(saved["ended"]), int(saved["taken"]), saved["progress"]
 
 
-def check_rounds(plan: Plan, sharded: bool) -> None:
-    """Refuse rounds by time where some workers must take each step together."""
-    if sharded and isinstance(plan.schedule, Timed):
+def check_rounds(plan: Plan, model: nn.Module, sharded: bool) -> None:
+    """Refuse rounds by time where workers must take each step together."""
+    if not isinstance(plan.schedule, Timed):
+        return
+    together = "the shards of one replica" if sharded else ""
+    if any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
+        together = "SyncBatchNorm"
+    if together:
         raise ValueError(
-            f"{plan!r} on a sharded model: the workers that hold the shards of one replica take each step together, "
-            "and a round by time ends at another step on each. Choose rounds by steps, such as diloco(period=16)."
+            f"{plan!r}: {together} must be computed in the same steps on all workers, and a round by time ends at "
+            "another step on each. Choose rounds by steps, such as diloco(period=16)."
         )

@@ -316,7 +316,7 @@ class Session:
         # 1. check, on all workers
         given, plan = plan, plan.resolved(facts_of_model(self._live.model, self.optimizers, self.workers))
         self._path.check_plan(plan)
-        check_rounds(plan, self._levels.shards is not None)
+        check_rounds(plan, self._live.model, self._levels.shards is not None)
         self._check_between_rounds(f"change({plan!r})")
         step = round(self.progress)  # also where each worker has taken steps of its own
         agree(self._levels.world, "the plan to go on with", {"step": step, "plan": repr(plan)})

@@ -382,6 +382,12 @@ def test_what_counts_steps_is_refused():
             session.observe(laconic.Guard("warn"))
 
 
+def test_a_module_that_sends_in_its_forward_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
+    with pytest.raises(ValueError, match=r"^diloco\(every='30s'\): SyncBatchNorm must be computed in the same steps"):
+        laconic.attach("diloco(every='30s')", model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def _sharded(worker: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -392,5 +398,5 @@ def _sharded(worker: int) -> None:
 
 
 def test_shards_of_one_replica_step_together():
-    with pytest.raises(WorkerError, match=r"on a sharded model: the workers that hold(.|\n)*diloco\(period=16\)"):
+    with pytest.raises(WorkerError, match=r"every='30s'\): the shards of one replica must(.|\n)*diloco\(period=16\)"):
         run_workers(_sharded, 2)
