@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import laconic
 from laconic import checkpoint
 from laconic.errors import DesyncError, NonFiniteError, PlanError
+from laconic.integrations.worker_files import check_can_save
 from laconic.session import rounds
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import WorkerError, run_workers
@@ -378,6 +379,8 @@ def test_what_counts_steps_is_refused():
             laconic.data.ElasticSampler(100, session, batch=4)
         with pytest.raises(PlanError, match=by_steps):
             laconic.sent_bytes(session.plan, training.module)
+        with pytest.raises(PlanError, match=by_steps):
+            check_can_save(session)
         with pytest.raises(PlanError, match=by_steps):
             session.observe(laconic.Guard("warn"))
 
