@@ -108,6 +108,7 @@ def facts_of(
 
 def cycle_of(plan: Plan) -> int:
     """Return the steps after which what is sent repeats: two periods, as alternating rounds then send both factors."""
+    plan.check_by_steps("A forecast")
     return 2 * plan.schedule.period
 
 

@@ -74,6 +74,7 @@ class ElasticSampler(Sampler[int]):
                 "ElasticSampler: the model is sharded, and its session knows the workers that hold the same shards, "
                 "not all that read data. Use torch's DistributedSampler, and save its epoch and position."
             )
+        session.plan.check_by_steps("ElasticSampler")
         self.size, self.batch, self.shuffle, self.seed = size, batch, shuffle, seed
         self._session = session
         self._version = 0
@@ -152,6 +153,7 @@ class ElasticSampler(Sampler[int]):
 
     def _refresh(self) -> None:
         """Learn the batches of the others, if the session has another group. All workers call it at the same step."""
+        self._session.plan.check_by_steps("ElasticSampler")
         if self._session.group is not self._group:
             position = self.position
             self._learn_batches()

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -39,7 +40,7 @@ from laconic.noise import NoiseAverage, worth
 from laconic.packing import wide_dtype
 from laconic.plans.methods import ddp
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import GRADIENTS, Every, Nested, Never, Quadratic, Schedule, Streaming
+from laconic.plans.schedules import GRADIENTS, Every, Nested, Never, Quadratic, Schedule, Streaming, Timed
 from laconic.session.gradients import CARRY_STEPS
 from laconic.session.live_model import local_of
 from laconic.session.metrics import Health
@@ -110,6 +111,7 @@ class Guard(StepObserver):
                 f"attach(observers=[{self!r}]): on a sharded model the workers of each shard would decide for "
                 'themselves. Use Guard("warn"), and session.change(plan) on all workers.'
             )
+        session.plan.check_by_steps(f"attach(observers=[{self!r}])")
         rows = session.gather([digest_of(repr(self))])
         if any(row != rows[0] for row in rows):
             raise DisagreementError(
@@ -155,6 +157,8 @@ class _Monitor(StepObserver):
         wait = CARRY_STEPS if carries else 0
         self._plan, self._next = session.plan, session.step + wait + self._guard.every
         self._next_local = session.step + 1
+        if isinstance(session.plan.schedule, Timed):  # after a change: the workers are not at the same step any more
+            self._next = self._next_local = sys.maxsize
         self._noise = NoiseAverage()  # of gradients that may have another scale, among workers that may be others
         self._pending.clear()
         self._local.clear()

@@ -29,7 +29,7 @@ from laconic.plans.methods import (
 )
 from laconic.plans.outer import Nesterov, Optim
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming
+from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming, Timed
 from laconic.plans.text import plan, plan_from_env
 from laconic.plans.topology import Groups, World
 from laconic.session.attach import attach
@@ -67,6 +67,7 @@ __all__ = [
     "Session",
     "StepObserver",
     "Streaming",
+    "Timed",
     "TopDCT",
     "TopK",
     "World",

@@ -43,6 +43,7 @@ class Alone:
     step: int = 0
     group: Any = None
     sharded: bool = False
+    plan: laconic.Plan = field(default_factory=laconic.ddp)
     kept: dict[str, Any] = field(default_factory=dict)
 
     def gather(self, row: list[int]) -> list[list[int]]:

@@ -12,9 +12,9 @@ from torch import Tensor
 from laconic.values import is_whole
 
 RESIDUAL = "residual"
-OWN = ("counted", "kept", "in_flight")
-"""What else belongs to one worker: what it has counted with `session.weigh`, the states of `session.keep`, and its
-weights when it sent the fragments that are in flight."""
+OWN = ("counted", "kept", "in_flight", "step", "since", "rounds")
+"""What else belongs to one worker: what it has counted with `session.weigh`, the states of `session.keep`, its weights
+when it sent the fragments that are in flight, and the steps that it took, where rounds end by the clock."""
 
 
 def resize(
@@ -37,12 +37,12 @@ def resize(
     call = f"resize({len(states)} states, workers={workers!r}, conserve={conserve!r})"
     if not states or not is_whole(workers) or conserve not in ("sum", "mean"):
         raise ValueError(f'{call}: give each old worker\'s state, at least 1 worker, and conserve="sum" or "mean".')
-    for name in ("plan", "step"):
-        for worker, state in enumerate(states):
-            if state.get(name) != states[0].get(name):
+    for worker, state in enumerate(states):
+        for (name, first), here in zip(_place(states[0]).items(), _place(state).values(), strict=True):
+            if here != first:
                 raise ValueError(
-                    f"{call}: worker {worker} was saved with {name} {state.get(name)!r} and worker 0 with "
-                    f"{states[0].get(name)!r}. Give the states of one checkpoint, one for each worker that saved it."
+                    f"{call}: worker {worker} was saved with {name} {here!r} and worker 0 with {first!r}. Give the "
+                    "states of one checkpoint, one for each worker that saved it."
                 )
     scale = workers / len(states) if conserve == "mean" else 1.0
     made: list[dict[str, Any]] = [
@@ -51,6 +51,13 @@ def resize(
     for state, own in zip(made, states, strict=False):
         state |= {name: own[name] for name in OWN if name in own}
     return made
+
+
+def _place(state: Mapping[str, Any]) -> dict[str, object]:
+    """Return what the states of all workers have alike: where rounds end by the clock, not the step."""
+    rounds = state.get("rounds")
+    at = {"step": state.get("step")} if rounds is None else {"round": rounds["ended"]}
+    return {"plan": state.get("plan"), **at}
 
 
 def without_residuals(state: Any) -> Any:

@@ -50,12 +50,15 @@ class Header:
     """How long a step takes on this worker; 0 if unknown."""
     count: int | None = None
     """How many samples this worker has counted, where means are weighted; or `NOT_COUNTED`."""
+    taken: int | None = None
+    """Of a round that ends by the clock, whose number is then `step`: how many steps this worker has taken in it."""
 
     def row(self) -> Tensor:
         """Return the numbers that are sent, int64."""
         same = (self.step, digest_of(self.plan), self.model.digest)
         own = (digest_of(str(self.with_gradient)), int(self.finite), int(self.stop), self.step_ms)
-        return torch.tensor([*same, *own, *([] if self.count is None else [self.count])], dtype=torch.int64)
+        told = [each for each in (self.count, self.taken) if each is not None]
+        return torch.tensor([*same, *own, *told], dtype=torch.int64)
 
     def summary(self) -> Tensor:
         """Return five int64 numbers. Their largest over all workers show whether all state the same and are finite."""
@@ -72,8 +75,15 @@ class Header:
     @staticmethod
     def from_row(row: Sequence[int], like: Header) -> Header:
         """Read the row of a worker that is at the same step, under the same plan and with the same gradients."""
-        finite, stop, step_ms, *count = row[4:]
-        return replace(like, finite=bool(finite), stop=bool(stop), step_ms=step_ms, count=count[0] if count else None)
+        finite, stop, step_ms, *told = row[4:]
+        count = None if like.count is None else told[0]
+        taken = None if like.taken is None else told[-1]
+        return replace(like, finite=bool(finite), stop=bool(stop), step_ms=step_ms, count=count, taken=taken)
+
+    @property
+    def when(self) -> str:
+        """The step, or the round."""
+        return f"{'step' if self.taken is None else 'round'} {self.step}"
 
     def words(self) -> Tensor:
         """Return `with_gradient` as int64 numbers, as many as the facts about the model need."""
@@ -147,7 +157,7 @@ def exchange_headers(queue: CollectiveQueue, header: Header, shards: CollectiveQ
     missing = [worker for worker, each in enumerate(headers.all) if each.count == NOT_COUNTED]
     if missing:
         raise RuntimeError(
-            f"step {header.step}: {names(missing, 'worker' if shards is None else 'replica')} ({queue.level}) counted "
+            f"{header.when}: {names(missing, 'worker' if shards is None else 'replica')} ({queue.level}) counted "
             "nothing, and attach(..., weighted=True) weighs workers by what they count. Nothing was averaged.\n"
             "  Call session.weigh(n) with the samples or tokens of each step, on every worker, before its backward; "
             "weigh(0) in a step without data."
@@ -168,7 +178,7 @@ class PendingHeaders:
 
 
 def _gathered(queue: CollectiveQueue, header: Header) -> Exchange[Headers | Tensor]:
-    """Return the headers of all workers, if all state the same and are finite; else their rows, [workers, 7 or 8]."""
+    """Return the headers of all workers, if all state the same and are finite; else their rows, [workers, 7 to 9]."""
     if header.count is not None:
         return (yield Gather(header.row().to(queue.device))).cpu()
     largest = yield Max(header.summary().to(queue.device))
@@ -202,13 +212,14 @@ def _checked(rows: Tensor, mine: Header, level: str) -> Headers:
 def _out_of_step(values: list[int], what: str, mine: Header, level: str) -> str:
     usual, odd = outliers(values)
     if what == "step":
-        shown = f"{names(odd)} at step {', '.join(str(values[w]) for w in odd)} and the others at step {usual}"
+        unit = mine.when.split()[0]
+        shown = f"{names(odd)} at {unit} {', '.join(str(values[w]) for w in odd)} and the others at {unit} {usual}"
     elif what == "plan":
         shown = f"{names(odd)} under another plan than the others; this one has {mine.plan}"
     else:
         shown = f"{names(odd)} with other parameters than the others"
     return (
-        f"the workers are out of step ({level}, step {mine.step} here): {shown}. Nothing was averaged.\n"
+        f"the workers are out of step ({level}, {mine.when} here): {shown}. Nothing was averaged.\n"
         "  All workers must load the same checkpoint, count the same steps (session.skip() for a step that a worker "
         "leaves out) and change plans together."
     )

@@ -81,6 +81,8 @@ def compare(
     connected = link_of(link, given)
     count = workers_here(given if connected is None else connected.workers)
     plans = [parse_plan(text) for text in plan or DEFAULT_PLANS]
+    for each in plans:
+        each.check_by_steps("laconic compare")
     training: Lab | Script
     if script is not None:
         if guard != DEFAULT.guard:

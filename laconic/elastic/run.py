@@ -189,6 +189,11 @@ class Run:
         return self._membership
 
     @property
+    def _step(self) -> int:
+        """The step of the run, the same on all workers after each synchronisation."""
+        return int(self.session.progress)
+
+    @property
     def members(self) -> tuple[str, ...]:
         """The ids of the workers, in the order of their ranks."""
         return () if self._membership is None else tuple(each.id for each in self._membership.members)
@@ -229,7 +234,7 @@ class Run:
         `leave`, on this one.
         """
         self._total, self._ended = total, False
-        self._history.begin(self.session.step)
+        self._history.begin(self._step)
         self._recover()
         while not self._finished():
             yield Step(self.session.step + 1, self.worker, self.workers, self._end_step)
@@ -250,14 +255,14 @@ class Run:
         """Return whether the loop is over. The last step is committed whatever the schedule."""
         if self.leaving and not (self.stopped or self._ended):
             self._leave_run()
-        while not self.stopped and not self._ended and self.session.step >= self._total:
+        while not self.stopped and not self._ended and self._step >= self._total:
             try:
-                if self._history.newest.step < self.session.step:
+                if self._history.newest.step < self._step:
                     self.session.average_weights()
                 self._commit()
                 self._ended = True
                 with contextlib.suppress(StoreLostError):  # all workers have finished, with or without the store
-                    self.world.record_end(self.generation, self.session.step)
+                    self.world.record_end(self.generation, self._step)
             except RuntimeError as error:
                 if not self._recovers_from(error):
                     raise
@@ -272,7 +277,7 @@ class Run:
             return self._recovers_from(error)
         self._history.check_kept()
         try:
-            if self._commits.is_due() and self.session.step < self._total and self._commit():
+            if self._commits.is_due() and self._step < self._total and self._commit():
                 self._recover()
         except RuntimeError as lost:
             if not self._recovers_from(lost):
@@ -288,7 +293,7 @@ class Run:
         if isinstance(monitor.error, ReplacedError):
             raise monitor.error
         # 1. Copy the state to host memory. It does not count yet.
-        step = self.session.step
+        step = self._step
         self._history.take(step, self.members)
         self._samples.took(step)
         # 2. Gather four numbers of each worker: one that has all of them knows that the others hold the snapshot.
@@ -339,7 +344,7 @@ class Run:
         """Leave the current group, if there is one. After an error, collectives may still be in flight."""
         self.world.monitor.on_death = None
         session, group = self.session, self.session.group
-        arrived = not session.in_flight or session.step == self._history.newest.step  # a snapshot waits for fragments
+        arrived = not session.in_flight or self._step == self._history.newest.step  # a snapshot waits for fragments
         idle = self._idle and session.error is None and arrived
         session.abandon()
         leave(0 if idle else self.world.timeout_s, group)

@@ -85,6 +85,7 @@ class Laconic(Callback):  # type: ignore[misc]
         text = repr(self.plan) if saved is None else saved["session"]["plan"]
         plan = self.plan if text == repr(self.plan) else laconic.plan(text)
         model = trainer.strategy.model
+        plan.check_by_steps("Laconic")
         self.session = self._attach(plan, model, trainer.strategy.optimizers, scaler=scaler)
         if saved is not None:
             _load(saved, trainer, pl_module, self.session)

@@ -103,6 +103,7 @@ class Run:
                 "Run: torch.distributed is initialised already, and under torchft each quorum may make it anew. "
                 "Leave out init_process_group: a replica is one process."
             )
+        session.plan.check_by_steps("Run")
         self.manager, self.session = manager, session
         self._group: Group = manager._pg
         self._history = History(

@@ -35,7 +35,8 @@ def file_name(worker: int, name: str = "laconic") -> str:
 
 
 def check_can_save(session: Session) -> None:
-    """Refuse what a worker's file cannot hold: shards that local steps make different."""
+    """Refuse what a framework's checkpoint cannot hold: different steps, and shards that local steps make different."""
+    session.plan.check_by_steps("The checkpoint of a framework")
     if session.plan.local and any(isinstance(p, DTensor) for p in session.parameters.values()):
         raise ValueError(
             f"{session.plan!r} on a sharded model: between two synchronisations the replicas of a shard differ, and a "

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 from laconic.codecs import ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopDCT, TopK
 from laconic.plans.outer import Nesterov
 from laconic.plans.plan import Buffers, OptimizerState, Plan
-from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming
+from laconic.plans.schedules import Every, Nested, Never, Quadratic, Schedule, Streaming, Timed, seconds_in
 from laconic.plans.topology import Groups, Topology, World, check_group
 
 Group: TypeAlias = int | Literal["machine"] | None
@@ -99,17 +99,19 @@ def quantized_ddp(bits: int = 4, block: int = 128, start: int = 1, group: Group 
 
 def post_local_sgd(
     start: int = 1,
-    period: int = 16,
+    period: int | None = None,
     group: Group = None,
     buffers: Buffers = "average",
     optimizer_state: OptimizerState = "keep",
+    every: str | None = None,
 ) -> Plan:
     """Average gradients at every step before `start`, then weights every `period` steps (arXiv:1808.07217).
 
-    With `group`, groups of that many workers, or the workers of one "machine", keep averaging gradients at every step.
+    `period` is 16 by default. With `every`, such as "30s", rounds end by time instead: see `Timed`. With `group`,
+    groups of that many workers, or the workers of one "machine", keep averaging gradients at every step.
     """
-    schedule = Every(period, start, of="weights")
-    return Plan(schedule, topology=_topology("post_local_sgd", group), buffers=buffers, optimizer_state=optimizer_state)
+    schedule, topology = _rounds("post_local_sgd", period, every, start), _topology("post_local_sgd", group)
+    return Plan(schedule, topology=topology, buffers=buffers, optimizer_state=optimizer_state)
 
 
 def hierarchical_sgd(
@@ -127,7 +129,7 @@ def hierarchical_sgd(
 
 
 def diloco(
-    period: int = 16,
+    period: int | None = None,
     lr: float = 1.0,
     momentum: float = 0.0,
     codec: Codec | None = None,
@@ -135,15 +137,19 @@ def diloco(
     group: Group = None,
     buffers: Buffers = "average",
     optimizer_state: OptimizerState = "keep",
+    every: str | None = None,
 ) -> Plan:
     """Average weight deltas every `period` steps and apply them with Nesterov momentum (DiLoCo, arXiv:2311.08105).
+
+    `period` is 16 by default. With `every`, such as "30s", rounds end by time instead, for workers of different speed:
+    see `Timed`.
 
     Deltas travel in 2 bits by default, with error feedback, which costs nothing beside exact ones. The defaults are for
     runs of hundreds to thousands of steps, in which outer momentum loses: after 3000 steps the paper's values
     (period=100 or more, lr=0.7, momentum=0.9) are still worse than no communication (docs/quality.md). They were made
     for tens of thousands.
     """
-    schedule = Every(period, start, of="weights")
+    schedule = _rounds("diloco", period, every, start)
     codec = few_bit_deltas() if codec is None else codec
     return Plan(schedule, codec, Nesterov(lr, momentum), _topology("diloco", group), buffers, optimizer_state)
 
@@ -184,7 +190,7 @@ def qsr(
 
 
 def sparse_loco(
-    period: int = 4,
+    period: int | None = None,
     fraction: float = 0.06,
     decay: float = 0.95,
     lr: float = 1.0,
@@ -192,13 +198,15 @@ def sparse_loco(
     group: Group = None,
     buffers: Buffers = "average",
     optimizer_state: OptimizerState = "keep",
+    every: str | None = None,
 ) -> Plan:
     """Average the largest deltas in 2 bits every `period` steps, with decayed feedback (SparseLoCo, arXiv:2508.15706).
 
-    Dense deltas in 1 or 2 bits keep as much of the training or more at the same bytes (docs/quality.md).
+    `period` is 4 by default. With `every`, such as "5s", rounds end by time instead: see `Timed`. Dense deltas in 1 or
+    2 bits keep as much of the training or more at the same bytes (docs/quality.md).
     """
     codec = ByShape(ErrorFeedback(TopK(fraction, bits=2), decay=decay), rest=ErrorFeedback(Quantized(4)))
-    schedule, topology = Every(period, start, "weights"), _topology("sparse_loco", group)
+    schedule, topology = _rounds("sparse_loco", period, every, start, usual=4), _topology("sparse_loco", group)
     return Plan(schedule, codec, Nesterov(lr, 0.0), topology, buffers, optimizer_state)
 
 
@@ -240,6 +248,18 @@ def frugal(bytes: str = "60x", start: int = 1, delay: int = 0, group: Group = No
 def few_bit_deltas() -> Codec:
     """Return the codec of weight deltas that costs nothing beside exact ones."""
     return ErrorFeedback(Quantized(2))
+
+
+def _rounds(method: str, period: int | None, every: str | None, start: int, usual: int = 16) -> Schedule:
+    """Return rounds of weights by steps, or by time."""
+    if every is None:
+        return Every(usual if period is None else period, start, of="weights")
+    if period is not None:
+        raise ValueError(
+            f"{method}(period={period!r}, every={every!r}): a round ends after a number of steps, or after a time. "
+            "Give one of them."
+        )
+    return Timed(seconds_in(every), start)
 
 
 def _check_no_group(method: str, group: Group) -> None:

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from laconic.codecs import Codec, Exact
+from laconic.errors import PlanError
 from laconic.exchange import Level
 from laconic.plans.outer import Nesterov, Outer
 from laconic.plans.schedules import (
@@ -25,6 +26,7 @@ from laconic.plans.schedules import (
     Streaming,
     Sync,
     SyncClock,
+    Timed,
 )
 from laconic.plans.topology import Topology, World
 from laconic.values import as_code, default_of
@@ -72,6 +74,12 @@ class Plan:
             if getattr(self, option) not in get_args(kinds):
                 known = " or ".join(repr(kind) for kind in get_args(kinds))
                 raise ValueError(f"Plan({option}={getattr(self, option)!r}): {option} must be {known}.")
+        if isinstance(self.schedule, Timed) and self.topology.inner is not None:
+            raise ValueError(
+                f"Plan(schedule={self.schedule!r}, topology={self.topology!r}): the workers of a group average "
+                "gradients in every step, so all take as many, and a round by time ends at another step on each. Leave "
+                f"the group out, or choose rounds by steps, such as diloco(period=16, group={self.topology.inner!r})."
+            )
         if isinstance(self.schedule, Never):  # groups may average gradients inside
             options = ("codec", "outer", "buffers", "optimizer_state")
             self._check_defaults(options, "workers never synchronise", "choose a schedule such as Every(8)")
@@ -101,6 +109,14 @@ class Plan:
     def observer(self) -> object:
         """Return the `StepObserver` that `attach` adds to the session; None for none."""
         return None
+
+    def check_by_steps(self, what: str) -> None:
+        """Refuse this plan if its rounds end by the clock, for `what` counts steps: they differ between the workers."""
+        if isinstance(self.schedule, Timed):
+            raise PlanError(
+                f"{what} needs as many steps from all workers, and in a round of {self!r} each takes as many as it "
+                "can. Use rounds by steps: diloco(period=...), with the steps that such a round has."
+            )
 
     def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
         """Return what is averaged at `step`, and among whom; an empty tuple for a local step."""

@@ -7,6 +7,7 @@ applies.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -40,6 +41,8 @@ class SyncClock:
 
     since: int
     lr: float = inf
+    elapsed_s: float = 0.0
+    """How long ago, on this worker."""
 
 
 GRADIENTS = (Sync(Payload.GRADIENT),)
@@ -226,6 +229,58 @@ class Quadratic:
         if step < self.start or clock is None:  # without a clock, such as to count bytes: the shortest period
             return _weights_every(self.floor, self.start, step)
         return WEIGHTS if step - max(clock.since, self.start - 1) >= self.period_at(clock.lr) else NO_SYNC
+
+
+@dataclass(frozen=True, repr=False)
+class Timed:
+    """Weights after the first step of each worker that ends at least `seconds` after the last round.
+
+    For workers of different speed: each takes as many steps as it can, and nobody waits longer than a step of the
+    slowest. Means are weighted by the steps of each worker, or by what it counts (`attach(..., weighted=True)`). What
+    all workers count alike is `session.progress`. Each worker measures the time since it left the last round, so clocks
+    need not agree.
+
+    >>> [len(Timed(seconds=30).syncs_at(7, SyncClock(since=2, elapsed_s=elapsed_s))) for elapsed_s in (29.9, 30.1)]
+    [0, 1]
+    """
+
+    seconds: float
+    start: int = 1
+    period: ClassVar[int] = 0  # not known in steps
+    fragments: ClassVar[int] = 1
+
+    __repr__ = as_code
+
+    def __post_init__(self) -> None:
+        _check_steps("Timed", start=self.start, period=1)
+        if not is_number(self.seconds) or self.seconds <= 0:
+            raise ValueError(f"Timed(seconds={self.seconds!r}): seconds must be a number above 0, such as 30.")
+
+    @property
+    def every(self) -> str:
+        """The time of a round as text, such as "30s"."""
+        return f"{float(self.seconds)!r}".removesuffix(".0") + "s"
+
+    def syncs_at(self, step: int, clock: SyncClock | None = None) -> tuple[Sync, ...]:
+        """Return what is averaged at `step`, which depends on the time of `clock`; without one, it is a local step."""
+        if step < self.start:
+            return GRADIENTS
+        return WEIGHTS if clock is not None and clock.elapsed_s >= self.seconds else NO_SYNC
+
+
+def seconds_in(every: object) -> float:
+    """Read the time of a round.
+
+    >>> seconds_in("30s"), seconds_in("1.5min"), seconds_in("2h")
+    (30.0, 90.0, 7200.0)
+    """
+    number = r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
+    match = re.fullmatch(rf"{number} ?(s|min|h)", every) if isinstance(every, str) else None
+    if match is None:
+        raise ValueError(
+            f'every={every!r}: the time of a round is a number and a unit, in quotes, such as "30s", "0.5s" or "2min".'
+        )
+    return float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
 
 
 @dataclass(frozen=True, repr=False)

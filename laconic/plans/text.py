@@ -29,7 +29,7 @@ from laconic.plans.methods import (
 )
 from laconic.plans.outer import Nesterov, Optim
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming
+from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming, Timed
 from laconic.plans.topology import Groups, World
 from laconic.values import call
 
@@ -44,7 +44,7 @@ _METHODS: dict[str, Callable[..., Plan]] = {
 _VOCABULARY: dict[str, Callable[..., object]] = {
     **_METHODS,
     "frugal": frugal,
-    **{kind.__name__: kind for kind in (Plan, Every, Never, Nested, Quadratic, Streaming)},
+    **{kind.__name__: kind for kind in (Plan, Every, Never, Nested, Quadratic, Streaming, Timed)},
     **{kind.__name__: kind for kind in (Nesterov, Optim, World, Groups)},
     **{kind.__name__: kind for kind in (Exact, Cast, LowRank, Quantized, TopDCT, TopK)},
     **{kind.__name__: kind for kind in (ErrorFeedback, ByShape, ByName)},
@@ -69,7 +69,8 @@ def call_of(plan: Plan) -> str | None:
             except (TypeError, ValueError):  # these values mean something else in this method
                 continue
             if made == plan:
-                shown = {p.name for p in parameters if given[p.name] != p.default or p.name in _ALWAYS_SHOWN}
+                always = {name for name in _ALWAYS_SHOWN if given.get(name) is not None}
+                shown = {p.name for p in parameters if given[p.name] != p.default} | always
                 if given.get("codec") == few_bit_deltas():
                     shown.discard("codec")
                 return call(name, {key: value for key, value in given.items() if key in shown})
@@ -83,6 +84,9 @@ def _arguments(plan: Plan) -> dict[str, Any]:
     for value in (*codecs, plan.outer, plan.schedule):
         if is_dataclass(value):
             found |= {f.name: getattr(value, f.name) for f in fields(value)}
+    found["every"] = None
+    if isinstance(plan.schedule, Timed):
+        found |= {"every": plan.schedule.every, "period": None}
     found["feedback"] = any(isinstance(codec, ErrorFeedback) for codec in codecs)
     return found | {
         "bytes": None,  # a plan that is known needs no target

@@ -44,6 +44,7 @@ from laconic.session.gradients import GradientAverager, GradientPath
 from laconic.session.live_model import LiveModel, facts_of_model
 from laconic.session.module import ModulePath
 from laconic.session.observers import StepObserver, check_observers, observers_from_env
+from laconic.session.rounds import check_rounds
 from laconic.session.scaling import Clipping, ScaledSteps
 from laconic.session.session import Session
 from laconic.session.stop import StepHeaders, Stop
@@ -154,6 +155,7 @@ def attach(
             watching.append(own)
         on_cpu = all(p.device.type == "cpu" for p in model.parameters())
         shards = shards_of(model)
+        check_rounds(plan, model, shards is not None)
         late = shards is None and not on_cpu and all(map(skips_itself, optimizers))
         policy: NonFinite = nonfinite or ("skip" if late or on_cpu else "ignore")
         check_policy(policy)

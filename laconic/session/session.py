@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any, Protocol
@@ -32,7 +33,7 @@ from laconic.codecs import Codec
 from laconic.codecs.feedback import has_feedback
 from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
-from laconic.plans.schedules import Payload, Quadratic, Sync, SyncClock
+from laconic.plans.schedules import Payload, Quadratic, Sync, SyncClock, Timed
 from laconic.plans.text import plan as parse_plan
 from laconic.session.counts import Counts
 from laconic.session.foreign import OtherOptimizers, check_first_step, optimizer_inside, warn_of_lost_state
@@ -40,6 +41,7 @@ from laconic.session.gradients import GradientAverager, GradientPath, carry_resi
 from laconic.session.live_model import facts_of_model
 from laconic.session.metrics import Health, Reported, samples
 from laconic.session.observers import StepObserver, Validation
+from laconic.session.rounds import Rounds, check_rounds
 from laconic.session.scaling import Arguments, Clipping, ScaledSteps, run_when_ready
 from laconic.session.stop import StepHeaders
 from laconic.session.weights import Commit, WeightSync, check_choices
@@ -80,13 +82,15 @@ class Session:
         self.ledger = ledger
         """What was sent, and when."""
         self.step = 0
-        """Optimizer steps of the run, those before a resume included."""
+        """Optimizer steps of the run, those before a resume included. Of this worker, where rounds end by the clock."""
         self.health: Health | None = None
         """What a `laconic.Guard` has measured last; None without one."""
         self._path, self._averager, self._weights, self._headers = path, averager, weights, headers
         self._live, self._levels, self._counts = averager.live, averager.levels, averager.counts
         self._scaled, self._clipping, self._divergence = list(scaled), clipping, divergence
         self._clock = SyncClock(since=plan.schedule.start - 1)
+        self._rounds = headers.rounds = Rounds() if isinstance(plan.schedule, Timed) else None
+        """Where rounds end by the clock."""
         # Of the step that comes next, set by `_prepare`
         self._syncs: tuple[Sync, ...] = ()
         self._gradient: Sync | None = None
@@ -170,6 +174,14 @@ class Session:
         return self._clock.since == self.step or any(self.plan.is_outermost(sync) for sync in syncs)
 
     @property
+    def progress(self) -> float:
+        """How many steps the workers have taken, the same on all: for learning rates, and to end a run.
+
+        It is `step`; where rounds end by the clock, the mean over the workers, up to the end of the last round.
+        """
+        return self.step if self._rounds is None else self._rounds.progress
+
+    @property
     def in_flight(self) -> bool:
         """Whether a fragment was sent and has not taken effect yet."""
         return self._weights.in_flight
@@ -246,6 +258,7 @@ class Session:
 
         To save or evaluate one model. Every worker calls it after the same step. Fragments in flight take effect first.
         """
+        self._check_between_rounds("average_weights()")
         self._average_weights(optimizers=False, force=False)
 
     def skip(self) -> None:
@@ -304,10 +317,13 @@ class Session:
         # 1. check, on all workers
         given, plan = plan, plan.resolved(facts_of_model(self._live.model, self.optimizers, self.workers))
         self._path.check_plan(plan)
-        agree(self._levels.world, "the plan to go on with", {"step": self.step, "plan": repr(plan)})
+        check_rounds(plan, self._live.model, self._levels.shards is not None)
+        self._check_between_rounds(f"change({plan!r})")
+        step = round(self.progress)  # also where each worker has taken steps of its own
+        agree(self._levels.world, "the plan to go on with", {"step": step, "plan": repr(plan)})
         self._levels.prepare(plan.levels)
-        clock = SyncClock(since=max(self.step, plan.schedule.start - 1))
-        gradients = any(s.payload is Payload.GRADIENT for s in plan.syncs_at(self.step + 1, clock))
+        clock = SyncClock(since=max(step, plan.schedule.start - 1))
+        gradients = any(s.payload is Payload.GRADIENT for s in plan.syncs_at(step + 1, clock))
         # 2. weights and moments that all workers share. Equal gradients move weights alike only if the optimizers'
         # moments are equal, too.
         self._weights.settle(self.plan, step=sys.maxsize)
@@ -320,6 +336,8 @@ class Session:
         self._averager.equalise_loss_scale()
         # 3. the new plan, with the state that it can use
         self.plan, self.given, self._clock = plan, given, clock
+        self.step, self._rounds = step, Rounds(progress=step) if isinstance(plan.schedule, Timed) else None
+        self._headers.rounds = self._rounds
         self._live.reset(carry_residuals(self._live.state["gradient"]) if gradients else None)
         self._weights.forget()
         if self._counts is not None:
@@ -369,6 +387,7 @@ class Session:
             **weights,
             **({} if self.given is self.plan else {"given": repr(self.given)}),
             **({} if self._counts is None else {"counted": self._counts.state_dict()}),
+            **({} if self._rounds is None else {"rounds": self._rounds.state_dict()}),
             **({"kept": kept} if kept else {}),
         }
 
@@ -403,6 +422,8 @@ class Session:
         if self._counts is not None:  # of a run that had plain means there is nothing: it goes on with weighted ones
             self._counts.load_state_dict(saved.get("counted", Counts().state_dict()))
         self._clock = SyncClock(saved["since"], saved["lr"])
+        if self._rounds is not None:
+            self._rounds.load_state_dict(saved["rounds"])
         self._live.load_state_dict(saved)
         self._path.repeat_layout(saved["layout"])
         self._weights.load_state_dict(saved)
@@ -519,6 +540,8 @@ class Session:
         scaled.end_step()
         self._waiting.remove(scaled)
         if not self._waiting:
+            if self._rounds is not None:
+                self._rounds.taken += 1
             self._after()
 
     # One step
@@ -539,6 +562,8 @@ class Session:
 
     def _restart(self) -> None:
         """Prepare the next step after something else than a step: observers learn it first."""
+        if self._rounds is not None:
+            self._rounds.restart_clock()
         for observer in self._observers:
             observer.restarted(self)
         self._prepare()
@@ -589,6 +614,9 @@ class Session:
         if self._weights.in_flight:
             self._compare_weights(self._weights.settle(self.plan, self.step))
         # 2. weights, innermost groups first
+        if self._rounds is not None:  # only now is it known how long the step took
+            clock = replace(self._clock, elapsed_s=self._rounds.elapsed_s)
+            self._syncs = self.plan.syncs_at(self.step, clock)
         for sync in self._syncs:
             if sync.payload is Payload.WEIGHTS:
                 shared = self._weights.sync(self.plan, sync, self._headers)
@@ -603,6 +631,10 @@ class Session:
         if self._gradient is not None and self._counts is not None:
             self._counts.synced(self.plan, self._gradient)
         # 4. the next step
+        if self._rounds is not None and self.synced:
+            if self._gradient is not None:
+                self._rounds.progress = self.step
+            self._rounds.begin()
         self._prepare()
         for observer in self._observers:
             observer.after_step(self)
@@ -650,7 +682,7 @@ class Session:
     def _compare_weights(self, shared: Mapping[str, Tensor], every_step: bool = False) -> None:
         """Compare what all workers must hold alike, if a comparison is due."""
         every_step, levels = every_step or self.plan.schedule.period == 1, self._levels
-        self._divergence.after_sync(levels.world, shared, every_step, self.step, levels.shards)
+        self._divergence.after_sync(levels.world, shared, every_step, round(self.progress), levels.shards)
 
     def _average_weights(self, optimizers: bool, force: bool) -> None:
         """Average weights where local steps have made them different, or `force` says so; and the optimizers' state."""
@@ -658,6 +690,14 @@ class Session:
         different = optimizers or force or self._clock.since != self.step
         if self.plan.local and self.step >= self.plan.schedule.start and different:
             self._weights.average_all(self.plan, self._headers, optimizers)
+
+    def _check_between_rounds(self, call: str) -> None:
+        if self._rounds is not None and not self.synced:
+            raise RuntimeError(
+                f"{call} in the middle of a round of {self.plan!r}: each worker is at a step of its own, and the "
+                "others may be synchronising. Call it on all workers at the end of a round: if session.synced. The "
+                "weights are their mean then."
+            )
 
     def __enter__(self) -> Session:
         return self

@@ -18,6 +18,7 @@ from laconic.checks.headers import Header, Headers
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never
 from laconic.session.live_model import LiveModel
+from laconic.session.rounds import Rounds
 
 MOST_STEPS = 64
 """After how many steps at most models that average gradients in backward exchange headers under `stop_on`."""
@@ -81,6 +82,8 @@ class StepHeaders:
     step: int = 1
     stop_due: bool = False
     """Whether a header is exchanged beside gradients in this step, only to stop together."""
+    rounds: Rounds | None = None
+    """Where rounds end by the clock."""
 
     def begin_step(self, plan: Plan, step: int, among_all: bool) -> None:
         """Make headers of this step from now on, in which all workers average gradients or not."""
@@ -93,8 +96,12 @@ class StepHeaders:
         self, *, finite: bool = True, with_gradient: int = 0, step_ms: int = 0, count: int | None = None
     ) -> Header:
         """Make a header."""
+        number, taken = self.step, None
+        if self.rounds is not None and self.step >= self.plan.schedule.start:
+            number, taken = self.rounds.ended + 1, self.rounds.taken
+            count = taken if count is None else count
         model = self.live.facts
-        return Header(self.step, self.plan.text, model, finite, self.stop.asked, with_gradient, step_ms, count)
+        return Header(number, self.plan.text, model, finite, self.stop.asked, with_gradient, step_ms, count, taken)
 
     def stop_header(self, count: int | None = None) -> Header:
         """Make a header that says how long steps take."""
@@ -103,3 +110,5 @@ class StepHeaders:
     def received(self, headers: Headers, among_all: bool) -> None:
         """Note whether some worker was asked to stop. Only what all workers receive after the same step counts."""
         self.stop.agreed = self.stop.agreed or (headers.stop and among_all)
+        if self.rounds is not None and headers.all[0].taken is not None:
+            self.rounds.received(headers)

@@ -242,12 +242,13 @@ class WeightSync:
         shards = self.levels.shards
         received = exchange_headers(queue, headers.header(finite=finite, count=count), shards)
         headers.received(received, among_all=queue is self.levels.world)
-        weighed = None if count is None else received.shares
+        plain = received.all[0].count is None
+        weighed = None if plain else received.shares
         share = 1.0 if weighed is None else weighed[queue.peers.rank]
         if all(received.finite):
             return Contributors(received.finite, shares=weighed, share=share)
         each = "worker" if shards is None else "replica"
-        scale = scale_without(queue, received.finite, f"step {headers.step}, weights", self.nonfinite, each)
+        scale = scale_without(queue, received.finite, f"{received.all[0].when}, weights", self.nonfinite, each)
         excluded = not received.finite[queue.peers.rank]  # also if only another shard of this replica is not finite
         if excluded:
             zero_all([*live.params.values(), *extra.values()])
@@ -255,7 +256,7 @@ class WeightSync:
                 self._restore_anchor()
             if not any(key.startswith("moment:") for key in extra):
                 live.reset_optimizers(live.params)  # moments that made such weights
-        return Contributors(received.finite, scale if count is None else 1.0, excluded, weighed, share)
+        return Contributors(received.finite, scale if plain else 1.0, excluded, weighed, share)
 
     # 3. Deltas
 

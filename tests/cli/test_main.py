@@ -19,6 +19,7 @@ from laconic.cli.main import COMMANDS, make_app
         (["--workers", "5000"], "Use --workers 16 or fewer, or laconic simulate."),
         (["--plan", "gossip()"], "gossip"),
         (["--plan", "power_sgd(rank=0)"], "rank must be at least 1"),
+        (["--plan", "diloco(every='30s')"], "laconic compare needs as many steps from all workers"),
         (["--plan", "__import__('os').getcwd()"], "__import__"),
         (["--data", "no/such/path"], "--data no/such/path: there is no such file or folder."),
         (["--json", "no/such/folder/out.json"], "--json no/such/folder/out.json: no file can be written in"),

@@ -219,6 +219,24 @@ def test_every_method_survives_a_loss_and_a_return(tmp_path, plan):
         cluster.commits()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["post_local_sgd(every='0.15s')", "diloco(every='0.15s')"])
+def test_rounds_by_time_survive_a_loss_and_a_return(tmp_path, plan):
+    with Cluster(job(tmp_path, plan=plan, expect=3)) as cluster:
+        cluster.start("0", "1")
+        cluster.start("2", step_s=0.06)
+        cluster.wait_for_step(12)
+        cluster.send("0", signal.SIGKILL)
+        cluster.wait_for_members("1", "2")
+        cluster.start("0")  # with other weights: it receives those of the others
+        cluster.wait_for_members("0", "1", "2")
+        cluster.end()
+        finals, errors = cluster.finals(), cluster.errors()
+        assert not errors, cluster.tail()
+        assert len({str(final["final"]) for final in finals.values()}) == 1
+        cluster.commits()
+
+
 BY_NIGHT = pytest.mark.nightly
 
 

@@ -39,10 +39,14 @@ from laconic import (
     sparse_loco,
     streaming_diloco,
 )
-from laconic.plans.schedules import Payload
+from laconic.plans.schedules import Payload, Timed
 
 steps = st.integers(1, 10**6)
-schedules = st.builds(Every, steps, steps) | st.builds(Every, steps, steps, st.just("weights"))
+schedules = st.one_of(
+    st.builds(Every, steps, steps),
+    st.builds(Every, steps, steps, st.just("weights")),
+    st.builds(Timed, st.floats(1e-9, 1e9), steps),
+)
 low_ranks = st.builds(
     LowRank,
     rank=st.integers(1, 64),
@@ -118,6 +122,11 @@ PRINTED = {
     "sparse_loco(period=8, fraction=0.03, decay=1.0, lr=0.8)": sparse_loco(8, 0.03, 1.0, 0.8),
     "diloco(period=16)": diloco(),
     "diloco(period=16, lr=0.7, codec=Exact())": diloco(lr=0.7, codec=Exact()),
+    "diloco(every='30s')": Plan(Timed(30), ErrorFeedback(Quantized(2))),
+    "diloco(momentum=0.9, start=5, every='90s')": diloco(every="1.5min", momentum=0.9, start=5),
+    "post_local_sgd(start=5, every='0.5s')": Plan(Timed(0.5, 5)),
+    "sparse_loco(every='3600s')": sparse_loco(every="1h"),
+    "diloco(codec=Exact(wide=True), every='30s')": Plan(Timed(30), Exact(wide=True)),
     "power_sgd(rank=1, bits=None)": power_sgd(1, None),
     "power_sgd(rank=4, bits=4, start=100, min_compression=0.5, feedback=False, seed=3)": power_sgd(
         4, start=100, min_compression=0.5, feedback=False, seed=3

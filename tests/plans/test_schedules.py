@@ -1,4 +1,4 @@
-"""Schedules: pure functions of the number of a step."""
+"""Schedules: pure functions of the number of a step, and of the time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import laconic
 from laconic.plans.schedules import (
     GRADIENTS,
     WEIGHTS,
@@ -19,6 +20,7 @@ from laconic.plans.schedules import (
     Schedule,
     Streaming,
     SyncClock,
+    Timed,
 )
 
 steps = st.integers(1, 200)
@@ -128,6 +130,12 @@ def test_the_quadratic_rule(lr: float, growth: float, floor: int, since: int) ->
     assert period == 1 or schedule.syncs_at(since + period - 1, clock) == ()
 
 
+@given(seconds=st.floats(1e-6, 1e6), elapsed_s=st.floats(0, 2e6), start=st.integers(1, 50), step=st.integers(1, 100))
+def test_a_round_by_time(seconds: float, elapsed_s: float, start: int, step: int) -> None:
+    due = GRADIENTS if step < start else WEIGHTS if elapsed_s >= seconds else ()
+    assert Timed(seconds, start).syncs_at(step, SyncClock(0, elapsed_s=elapsed_s)) == due
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -140,6 +148,13 @@ def test_the_quadratic_rule(lr: float, growth: float, floor: int, since: int) ->
         (lambda: Nested(4), "groups must map periods"),  # type: ignore[arg-type]
         (lambda: Quadratic(0), "growth must be a number above 0"),
         (lambda: Quadratic(0.1, floor=0), "floor must be a whole number"),
+        (lambda: Timed(0), r"Timed\(seconds=0\): seconds must be a number above 0, such as 30"),
+        (lambda: Timed("30s"), r"Timed\(seconds='30s'\): seconds must be a number above 0"),  # type: ignore[arg-type]
+        (lambda: Timed(30, start=0), r"Timed\(start=0\): start must be a whole number"),
+        (lambda: laconic.diloco(every="30"), "every='30': the time of a round is a number and a unit.*\"30s\""),
+        (lambda: laconic.diloco(every=30), "every=30: the time of a round is a number and a unit"),  # type: ignore[arg-type]
+        (lambda: laconic.diloco(period=8, every="30s"), r"diloco\(period=8, every='30s'\): .*Give one of them"),
+        (lambda: laconic.diloco(every="30s", group=4), r"group average gradients.*diloco\(period=16, group=4\)"),
         (lambda: Streaming(4, 2, delay=4), "delay must be a whole number from 0 to 3"),
         (lambda: Streaming(4, 2, mix=1.0), "from 0 to below 1"),
     ],

@@ -78,6 +78,7 @@ class CompareReporter(StepObserver):
 
     def attached(self, session: Session) -> None:
         """Open the files and start the clock, at the same time on all workers."""
+        session.plan.check_by_steps("laconic compare")
         importlib.import_module("torch._dynamo")  # an optimizer's first step would: a second that is not its own
         self._plan = session.plan
         if self._worker == 0:

@@ -146,6 +146,7 @@ class Training:
         self.threads = max(1, cores // run.workers)
         facts = facts_of(self.task.model, run.workers, machine=workers_on_this_machine(run.workers))
         self.plan = run.plan.resolved(facts)
+        self.plan.check_by_steps("A simulation")
         schedule = self.plan.schedule
         delay = schedule.delay if isinstance(schedule, Streaming) else 0
         self.clock = VirtualClock(run.workers, run.conditions, overlap=not run.failures, delay=delay)
