@@ -99,6 +99,8 @@ QUICK = [
 
 SKIPPED = {
     "trainings_tables": "writes tables of what trainings.py has measured",
+    "choices": "reads what trainings.py has measured, and has no peer",
+    "unequal_speeds": "takes 40 seconds for each of nine rows, and compares plans of our own",
     "trainings": "takes ten minutes at its quickest, and writes losses, not ratios",
     "gpt_step": "needs a GPU",
     "tiles": "needs a GPU and Triton",
