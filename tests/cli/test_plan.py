@@ -15,6 +15,7 @@ from laconic.cli import plan
 from laconic.cli.forecast import forecast_tables
 from laconic.cli.plan import Optimizer
 from laconic.plans.targets import Kind
+from laconic.plans.text import _VOCABULARY
 from laconic.tools.launch.links import link as parse_link
 from laconic.tools.planner import quality
 from laconic.tools.planner.forecast import Forecast
@@ -117,7 +118,6 @@ def test_what_a_probe_has_not_measured_is_said(here, tmp_path):
         ([*BASE[:1], *BASE[3:], "--trainable", "4M"], "--trainable 4M: it says how many of --parameters are trained"),
         ([*MODEL, "--workers", "0", "--link", "1gbit", "--step", "1s"], "--workers 0: there must be at least 1"),
         ([*BASE, "--plan", "post_local_sgd(period=4, group=3)"], "asks for groups of 3, and 4 workers cannot be"),
-        ([*BASE, "--plan", "auto"], "--plan auto: it measures a training and then chooses"),
         ([*BASE, "--model", "a:b"], "--model and --parameters: one model is enough"),
         ([*BASE, "--plan", "gossip()"], "gossip"),
         ([*BASE, "--plan", "post_local_sgd(group='machine')"], 'as in --link "4 @ 100GB/s, 2 @ 1gbit".'),
@@ -130,6 +130,13 @@ def test_mistakes(here, arguments, words):
     ended = here(*arguments)
     assert (ended.code, ended.out) == (2, "")
     assert words in " ".join(ended.err.split())
+
+
+@pytest.mark.parametrize("text", ["auto", "auto()", "laconic.auto(steps=20000)"])
+def test_auto_is_refused_by_name(here, text, monkeypatch):
+    monkeypatch.delitem(_VOCABULARY, "auto", raising=False)  # as in the command, which does not import auto()
+    ended = here(*BASE, "--plan", text)
+    assert ended.code == 2 and "--plan auto: it measures a training and then chooses" in " ".join(ended.err.split())
 
 
 def test_adapters_that_need_no_compression(here):

@@ -58,6 +58,11 @@ def test_pages_name_one_plan_for_two_machines():
     assert [laconic.plan(text) for text in typed] == [laconic.plan(best)]
     for name in ("plan.md", "clusters.md"):
         assert "choosing.md#machines-with-several-gpus" in (tables.PAGE.parent / name).read_text()
+    two_machines = (tables.PAGE.parent / "two_machines.md").read_text()
+    set_there = re.findall(r'export LACONIC_PLAN="([^"]+)"', two_machines)
+    assert [laconic.plan(text) for text in set_there] == [laconic.plan(best)], "the plan that its first command prints"
+    for page in (tables.PAGE.parent.parent / "README.md", tables.PAGE):
+        assert '`power_sgd(rank=32)` for large matrices, else `diloco(group="machine")`' in page.read_text()
 
 
 def test_the_readmes_table_of_links():

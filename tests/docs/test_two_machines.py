@@ -25,11 +25,16 @@ def block(page: str, start: str) -> str:
     return found[0]
 
 
-def train(tmp_path: Path, firewall: str = "") -> list[str]:
-    """Run the program and the commands of two_machines.md on two hosts, behind a firewall; return what was printed."""
+def train(tmp_path: Path, plan: str = "", firewall: str = "") -> list[str]:
+    """Run the program and the commands of two_machines.md on two hosts; return what was printed.
+
+    A `plan` takes the place of the page's; the commands of a `firewall` come first.
+    """
     (tmp_path / "train.py").write_text(block("two_machines.md", "python torchrun"))
     (commands,) = re.findall(r"^```sh\n(export .*?)^```", (DOCS / "two_machines.md").read_text(), re.M | re.S)
     commands = commands.replace("--nproc-per-node 4", "--nproc-per-node 2")
+    if plan:
+        commands = re.sub(r'LACONIC_PLAN="[^"]*"', f'LACONIC_PLAN="{plan}"', commands)
     commands = commands.replace("torchrun ", f"{shlex.quote(sys.executable)} -m torch.distributed.run ")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(DOCS.parent)}
     with hosts(2) as made:
@@ -52,8 +57,16 @@ def train(tmp_path: Path, firewall: str = "") -> list[str]:
     return outputs
 
 
+def test_the_commands_train_the_plan_that_they_name(tmp_path):
+    sent = [int(each) for each in re.findall(r"wire_bytes=(\d+)", "".join(train(tmp_path)))]
+    exact = 64 * 1.5 * 4 * (2 * 512 * 1024 + 1024 + 512)
+    assert len(sent) == 4, "all workers are one level"
+    assert max(sent) < exact / 40
+
+
 def test_two_machines(tmp_path):
-    found = re.findall(r"^worker (\d): loss ([\d.]+), (.*)$", "".join(train(tmp_path)), re.M)
+    printed = "".join(train(tmp_path, "diloco(group='machine')"))
+    found = re.findall(r"^worker (\d): loss ([\d.]+), (.*)$", printed, re.M)
     assert sorted(worker for worker, _, _ in found) == ["0", "1", "2", "3"]
     for _, loss, totals in found:
         assert float(loss) < 1, "it starts at about 1.3"
@@ -63,4 +76,5 @@ def test_two_machines(tmp_path):
 
 @pytest.mark.skipif(shutil.which("nft") is None, reason="needs nftables")
 def test_the_ports_that_must_be_open_suffice(tmp_path):
-    assert "worker 3" in "".join(train(tmp_path, block("ports.md", "sh firewall")))
+    others = "nft insert rule inet training incoming iif != lo ct state new tcp dport != { 29500, 40000-40999 } drop\n"
+    assert "worker 3" in "".join(train(tmp_path, firewall=block("ports.md", "sh firewall") + others))
