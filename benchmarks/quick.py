@@ -99,6 +99,7 @@ QUICK = [
 
 SKIPPED = {
     "trainings_tables": "writes tables of what trainings.py has measured",
+    "memory": "measures bytes of our own plans, with no peer",
     "choices": "reads what trainings.py has measured, and has no peer",
     "unequal_speeds": "takes 40 seconds for each of nine rows, and compares plans of our own",
     "trainings": "takes ten minutes at its quickest, and writes losses, not ratios",
