@@ -22,7 +22,6 @@ import gc
 import json
 import logging
 import os
-import socket
 import statistics
 import sys
 import time
@@ -35,6 +34,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from processes import free_port
 from ratios import machine
 from torch import nn
 from torch.distributed.algorithms.model_averaging import utils as theirs
@@ -215,9 +215,7 @@ def main() -> None:
     if options.json is not None:
         Path(options.json).write_text("[]")
     for workers in options.workers:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         with network(options.link, workers) as hosts:
             mp.spawn(run, (workers, port, options.seconds, options.json, hosts), nprocs=workers)
 

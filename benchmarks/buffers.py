@@ -10,7 +10,6 @@ loss is that of every worker's own model, statistics and all, on images of all k
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from processes import free_port
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -80,7 +80,5 @@ def run(worker: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        found = free.getsockname()[1]
+    found = free_port()
     mp.spawn(run, (found,), nprocs=WORKERS)

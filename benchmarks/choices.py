@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -69,11 +68,10 @@ def _choose(name: str, training: dict[str, Any], computing: float) -> Choice:
     network = ComputedNetwork(Link((Level(WORKERS, rate_bps),)))
     scenario = Scenario(shapes, WORKERS, network, COMPUTE_S, bare=True, steps=steps, optimizers=kinds)
     others = tuple(each for each in quality.measured_cells() if each.name != name or name in ALONE)
-    with mock.patch.object(quality, "measured_cells", return_value=others):
-        quality._law.cache_clear()
-        chosen = choice(Forecast(PLANS, scenario))
-        assert chosen.predicted is not None
-    quality._law.cache_clear()
+    forecast = Forecast(PLANS, scenario)
+    for each in forecast.rows:  # ddp() is among them
+        each.predicted = quality.predict(each.plan, scenario.training(), others)
+    chosen = choice(forecast)
     known = {laconic.ddp(): 1.0, laconic.ddp("bf16"): 1.0, laconic.alone(): 0.0}
     known |= {laconic.plan(text): fmean(cell["kept"].values()) for text, cell in training["plans"].items()}
     truth = {plan: _truly(plan, kept, scenario) for plan, kept in known.items() if "demo" not in repr(plan)}

@@ -26,7 +26,6 @@ import datetime
 import json
 import logging
 import os
-import socket
 import statistics
 import sys
 from collections.abc import Callable
@@ -40,6 +39,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from powersgd import ONE_BUCKET_MB, Runner, clear, copy_bandwidth, device_name, hook, measure, ours
+from processes import free_port
 from shapes import MODELS
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, quantization_hooks
@@ -231,9 +231,7 @@ def main() -> None:
         if options.json:
             Path(options.json).write_text(json.dumps(rows, indent=1))
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     mp.spawn(on_cpu, (options, port), nprocs=options.workers)
 
 

@@ -21,7 +21,6 @@ import itertools
 import json
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 
 import torch
 import torch.distributed as dist
+from processes import free_port
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -111,9 +111,7 @@ def work(training: Training, result: Path) -> None:
 
 def start(training: Training, result: Path) -> list[subprocess.Popen[bytes]]:
     """Start the workers of one training."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     variables = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORKERS)}
     variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, __file__, "--worker", json.dumps(asdict(training)), "--json", str(result)]

@@ -15,7 +15,6 @@ import argparse
 import os
 import random
 import signal
-import socket
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from processes import free_port
 from ratios import write
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -162,9 +162,7 @@ def main() -> None:
     if options.parts:
         parts()
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     mp.spawn(run, (options, port), nprocs=options.workers)
 
 

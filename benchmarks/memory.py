@@ -11,15 +11,15 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import in_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -32,7 +32,7 @@ PLANS = (
 WIDTH, STEPS = 1024, 10
 
 
-def work(worker: int, port: int, layers: int, text: str, results: mp.SimpleQueue) -> None:
+def work(worker: int, port: int, results: Any, layers: int, text: str) -> None:
     """Train; worker 0 puts the bytes of the weights and its largest resident memory."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -58,12 +58,8 @@ def work(worker: int, port: int, layers: int, text: str, results: mp.SimpleQueue
 
 def measured(layers: int, text: str) -> tuple[int, int]:
     """Run two workers; return the bytes of the weights and the largest resident memory."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(work, (port, layers, text, results), nprocs=2)
-    found: tuple[int, int] = results.get()
+    found: tuple[int, int]
+    [found] = in_processes(work, 2, layers, text)
     return found
 
 

@@ -23,7 +23,6 @@ import json
 import logging
 import math
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -37,6 +36,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from processes import free_port
 from shapes import MODELS
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
@@ -333,13 +333,6 @@ def main() -> None:
                 rows += min(found, key=lambda each: (not each, sum(row["ms"] for row in each)))
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1))
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import ctypes
 import multiprocessing
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -43,6 +42,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a namespace of its own 
 import torch
 import torch._dynamo  # optimizers import it at their first step: once here, and not in each worker
 import torch.distributed as dist
+from processes import free_port
 from ratios import machine, write
 from torch import nn
 
@@ -183,9 +183,7 @@ def work(worker: int, workers: int, port: int, pipe: Connection) -> None:
 
 def run(workers: int) -> list[tuple[list[int], dict[str, Costs]]]:
     """Run all workers, and return what each has measured."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes, pipes = [], []
     for worker in range(workers):
         here, there = _context.Pipe(duplex=False)

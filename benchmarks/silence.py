@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import sys
 import time
@@ -21,6 +20,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from processes import free_port
 from ratios import write
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -77,7 +77,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write the ratios to this file")
     options = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        found = free.getsockname()[1]
+    found = free_port()
     mp.spawn(run, (found, options.json), nprocs=2)

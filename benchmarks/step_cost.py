@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import sys
 import time
@@ -31,7 +30,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import in_processes
 from ratios import write
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -92,7 +91,7 @@ def train(contestant: str, name: str) -> Cost:
     return Cost(step_ms, count / steps, each * spent, each * main, each * (process - main))
 
 
-def run(worker: int, workers: int, contestant: str, name: str, port: int, results: Any) -> None:
+def run(worker: int, port: int, results: Any, workers: int, contestant: str, name: str) -> None:
     """One worker of one turn."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -106,12 +105,8 @@ def run(worker: int, workers: int, contestant: str, name: str, port: int, result
 
 def turn(contestant: str, name: str, workers: int) -> Cost:
     """Measure a contestant once, in processes of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run, (workers, contestant, name, port, results), nprocs=workers)
-    found: Cost = results.get()
+    found: Cost
+    [found] = in_processes(run, workers, workers, contestant, name)
     return found
 
 

@@ -13,19 +13,19 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import socket
 import statistics
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from processes import in_processes
 from torch import Tensor, nn
 
 import laconic
@@ -108,7 +108,7 @@ class Data:
         return float(F.mse_loss(model(x), y) / y.var())
 
 
-def run(worker: int, row: Row, seed: int, own: float, rounds: int, port: int, results: mp.SimpleQueue) -> None:
+def run(worker: int, port: int, results: Any, row: Row, seed: int, own: float, rounds: int) -> None:
     """Train as one worker; put what it has done, and worker 0 its validation losses."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -146,13 +146,7 @@ def seconds_to(curve: list[tuple[float, float]], target: float) -> float:
 
 def measure(row: Row, seed: int, own: float, seconds: float) -> tuple[list[tuple[float, float]], str]:
     """Run all workers of a row; return the curve, and the steps and the waiting of each worker."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = mp.get_context("spawn").SimpleQueue()
-    rounds = round(seconds / row.round_s)
-    mp.spawn(run, (row, seed, own, rounds, port, results), nprocs=row.workers)
-    found = sorted(results.get() for _ in range(row.workers))
+    found = sorted(in_processes(run, row.workers, row, seed, own, round(seconds / row.round_s)))
     steps = ", ".join(str(step) for _, step, *_ in found)
     waits = ", ".join(f"{waited / lasted:.0%}" for _, _, waited, lasted, _ in found)
     return found[0][-1], f"{steps} | {waits}"

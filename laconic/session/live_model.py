@@ -19,12 +19,11 @@ from torch.optim import Optimizer
 
 from laconic.checks.agreement import Facts, parameter_facts
 from laconic.checks.digests import differences
-from laconic.codecs import Exact
 from laconic.comm.averaging import average_in_place, write
 from laconic.comm.groups import workers_on_this_machine
 from laconic.comm.queue import CollectiveQueue
 from laconic.cost import facts_of
-from laconic.exchange import Exchange, First, Mean, Peers, State, all_finite
+from laconic.exchange import Exchange, First, Mean, State, all_finite
 from laconic.packing import bucketed, pack, unpack
 from laconic.plans.schedules import Payload
 from laconic.plans.targets import Kind, ModelFacts
@@ -206,7 +205,7 @@ class LiveModel:
         Piece by piece, or all at once at the end.
         """
         if atomic:
-            exchanges = [(bucket, _exact_mean(bucket, queue.peers, shares)) for bucket in bucketed(tensors)]
+            exchanges = [(bucket, _exact_mean(bucket, shares)) for bucket in bucketed(tensors)]
             _run(queue, exchanges, Payload.WEIGHTS, atomic)
         else:
             average_in_place(queue, tensors, Payload.WEIGHTS, shares=shares)
@@ -346,12 +345,11 @@ def _run(
         write(bucket, values)
 
 
-def _exact_mean(
-    tensors: Mapping[str, Tensor], peers: Peers, shares: tuple[float, ...] | None
-) -> Exchange[dict[str, Tensor]]:
-    if shares is None:
-        return (yield from Exact(wide=True).average(tensors, {}, peers)).mean
-    return unpack((yield Mean(pack(tensors), wide=True, shares=shares)), like=tensors)
+def _exact_mean(tensors: Mapping[str, Tensor], shares: tuple[float, ...] | None) -> Exchange[dict[str, Tensor]]:
+    flat = pack(tensors)
+    if flat.numel():  # no collective for an empty tensor
+        flat = yield Mean(flat, wide=True, shares=shares)
+    return unpack(flat, like=tensors)
 
 
 def _of_worker(tensors: Mapping[str, Tensor], worker: int) -> Exchange[dict[str, Tensor]]:
@@ -367,8 +365,7 @@ def facts_of_model(model: nn.Module, optimizers: Iterable[Optimizer], workers: i
     """Return what a target of bytes is resolved from; of a sharded tensor, the shape of its first, largest shard."""
     trained = {name: _shape(p) for name, p in _by_name(model.named_parameters()).items() if p.requires_grad}
     buffers = {name: _shape(b) for name, b in _by_name(model.named_buffers()).items()}
-    kinds = sorted({kind_of(each) for each in optimizers})
-    return facts_of(trained, workers, buffers, kinds, workers_on_this_machine(workers))
+    return facts_of(trained, workers, buffers, kinds_of(optimizers), workers_on_this_machine(workers))
 
 
 def _shape(t: Tensor) -> Tensor:
@@ -382,8 +379,12 @@ def _shape(t: Tensor) -> Tensor:
     return torch.view_as_real(empty) if t.is_complex() else empty
 
 
-def kind_of(optimizer: Optimizer) -> Kind:
-    """Return which of the measured kinds of optimizers this one is of."""
+def kinds_of(optimizers: Iterable[Optimizer]) -> tuple[Kind, ...]:
+    """Return the kinds of optimizers, as they were measured."""
+    return tuple(sorted({_kind(each) for each in optimizers}))
+
+
+def _kind(optimizer: Optimizer) -> Kind:
     name = type(optimizer).__name__.lower()
     return "muon" if "muon" in name else "sgd" if "sgd" in name else "adaptive"
 

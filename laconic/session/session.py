@@ -89,8 +89,7 @@ class Session:
         self._live, self._levels, self._counts = averager.live, averager.levels, averager.counts
         self._scaled, self._clipping, self._divergence = list(scaled), clipping, divergence
         self._clock = SyncClock(since=plan.schedule.start - 1)
-        self._rounds = headers.rounds = Rounds() if isinstance(plan.schedule, Timed) else None
-        """Where rounds end by the clock."""
+        headers.rounds = Rounds() if isinstance(plan.schedule, Timed) else None
         # Of the step that comes next, set by `_prepare`
         self._syncs: tuple[Sync, ...] = ()
         self._gradient: Sync | None = None
@@ -179,7 +178,7 @@ class Session:
 
         It is `step`; where rounds end by the clock, the mean over the workers, up to the end of the last round.
         """
-        return self.step if self._rounds is None else self._rounds.progress
+        return self.step if self._headers.rounds is None else self._headers.rounds.progress
 
     @property
     def in_flight(self) -> bool:
@@ -336,8 +335,7 @@ class Session:
         self._averager.equalise_loss_scale()
         # 3. the new plan, with the state that it can use
         self.plan, self.given, self._clock = plan, given, clock
-        self.step, self._rounds = step, Rounds(progress=step) if isinstance(plan.schedule, Timed) else None
-        self._headers.rounds = self._rounds
+        self.step, self._headers.rounds = step, Rounds(progress=step) if isinstance(plan.schedule, Timed) else None
         self._live.reset(carry_residuals(self._live.state["gradient"]) if gradients else None)
         self._weights.forget()
         if self._counts is not None:
@@ -387,7 +385,7 @@ class Session:
             **weights,
             **({} if self.given is self.plan else {"given": repr(self.given)}),
             **({} if self._counts is None else {"counted": self._counts.state_dict()}),
-            **({} if self._rounds is None else {"rounds": self._rounds.state_dict()}),
+            **({} if self._headers.rounds is None else {"rounds": self._headers.rounds.state_dict()}),
             **({"kept": kept} if kept else {}),
         }
 
@@ -422,8 +420,8 @@ class Session:
         if self._counts is not None:  # of a run that had plain means there is nothing: it goes on with weighted ones
             self._counts.load_state_dict(saved.get("counted", Counts().state_dict()))
         self._clock = SyncClock(saved["since"], saved["lr"])
-        if self._rounds is not None:
-            self._rounds.load_state_dict(saved["rounds"])
+        if self._headers.rounds is not None:
+            self._headers.rounds.load_state_dict(saved["rounds"])
         self._live.load_state_dict(saved)
         self._path.repeat_layout(saved["layout"])
         self._weights.load_state_dict(saved)
@@ -540,8 +538,8 @@ class Session:
         scaled.end_step()
         self._waiting.remove(scaled)
         if not self._waiting:
-            if self._rounds is not None:
-                self._rounds.taken += 1
+            if self._headers.rounds is not None:
+                self._headers.rounds.taken += 1
             self._after()
 
     # One step
@@ -562,8 +560,8 @@ class Session:
 
     def _restart(self) -> None:
         """Prepare the next step after something else than a step: observers learn it first."""
-        if self._rounds is not None:
-            self._rounds.restart_clock()
+        if self._headers.rounds is not None:
+            self._headers.rounds.restart_clock()
         for observer in self._observers:
             observer.restarted(self)
         self._prepare()
@@ -614,8 +612,8 @@ class Session:
         if self._weights.in_flight:
             self._compare_weights(self._weights.settle(self.plan, self.step))
         # 2. weights, innermost groups first
-        if self._rounds is not None:  # only now is it known how long the step took
-            clock = replace(self._clock, elapsed_s=self._rounds.elapsed_s)
+        if self._headers.rounds is not None:  # only now is it known how long the step took
+            clock = replace(self._clock, elapsed_s=self._headers.rounds.elapsed_s)
             self._syncs = self.plan.syncs_at(self.step, clock)
         for sync in self._syncs:
             if sync.payload is Payload.WEIGHTS:
@@ -631,10 +629,10 @@ class Session:
         if self._gradient is not None and self._counts is not None:
             self._counts.synced(self.plan, self._gradient)
         # 4. the next step
-        if self._rounds is not None and self.synced:
+        if self._headers.rounds is not None and self.synced:
             if self._gradient is not None:
-                self._rounds.progress = self.step
-            self._rounds.begin()
+                self._headers.rounds.progress = self.step
+            self._headers.rounds.begin()
         self._prepare()
         for observer in self._observers:
             observer.after_step(self)
@@ -692,7 +690,7 @@ class Session:
             self._weights.average_all(self.plan, self._headers, optimizers)
 
     def _check_between_rounds(self, call: str) -> None:
-        if self._rounds is not None and not self.synced:
+        if self._headers.rounds is not None and not self.synced:
             raise RuntimeError(
                 f"{call} in the middle of a round of {self.plan!r}: each worker is at a step of its own, and the "
                 "others may be synchronising. Call it on all workers at the end of a round: if session.synced. The "

@@ -18,7 +18,7 @@ from laconic.cost import meta
 from laconic.plans.methods import ddp, power_sgd
 from laconic.plans.plan import Plan
 from laconic.plans.text import register
-from laconic.session.live_model import kind_of
+from laconic.session.live_model import kinds_of
 from laconic.session.observers import StepObserver
 from laconic.session.session import Session
 from laconic.tools.planner.forecast import WORTH, Forecast
@@ -131,7 +131,7 @@ class AutoObserver(StepObserver):
             codec_s=self._codec_s,
             bare=session.can_regroup,
             steps=self._length,
-            optimizers=tuple(sorted({kind_of(each) for each in session.optimizers})),
+            optimizers=kinds_of(session.optimizers),
         )
         forecast = Forecast(list(self._codec_s), scenario)
         chosen = choice(forecast)
