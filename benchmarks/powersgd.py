@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -43,6 +44,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
+from laconic.algorithms.ddp_comm_hooks import powerSGD_hook as twin
 from laconic.codecs.routing import routed
 
 ONE_BUCKET_MB = 1 << 16
@@ -81,12 +83,14 @@ def do_nothing() -> None:
     """Do nothing after backward, as for most hooks."""
 
 
-def torch_power_sgd(rank: int, batch: bool) -> Register:
+def power_sgd_hook(rank: int, batch: bool, hooks: ModuleType = powerSGD_hook) -> Register:
+    """The hook of torch, or of its twin."""
+
     def register(ddp: DDP) -> Hook:
-        state = powerSGD_hook.PowerSGDState(
+        state = hooks.PowerSGDState(
             None, matrix_approximation_rank=rank, start_powerSGD_iter=2, batch_tensors_with_same_shape=batch
         )
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        ddp.register_comm_hook(state, hooks.powerSGD_hook)
         return (lambda: 4.0 * state.total_numel_after_compression / max(1, state.iter - 2)), do_nothing
 
     return register
@@ -140,11 +144,13 @@ def hooks(ranks: list[int], device: str) -> list[tuple[str, float, Any]]:
         rows.append(("torch bf16 hook", 25, hook(default_hooks.bf16_compress_hook, 2)))
     for rank in ranks:
         if device == "cuda":  # on gloo with several buckets torch's hook hangs or crashes
-            rows += [(f"torch r={rank}", 25, torch_power_sgd(rank, False))]
-            rows += [(f"torch r={rank} batching", 25, torch_power_sgd(rank, True))]
-        rows += [(f"torch r={rank} one bucket", ONE_BUCKET_MB, torch_power_sgd(rank, False))]
-        rows += [(f"torch r={rank} one bucket, batching", ONE_BUCKET_MB, torch_power_sgd(rank, True))]
+            rows += [(f"torch r={rank}", 25, power_sgd_hook(rank, False))]
+            rows += [(f"torch r={rank} batching", 25, power_sgd_hook(rank, True))]
+        rows += [(f"torch r={rank} one bucket", ONE_BUCKET_MB, power_sgd_hook(rank, False))]
+        rows += [(f"torch r={rank} one bucket, batching", ONE_BUCKET_MB, power_sgd_hook(rank, True))]
         rows += [(f"authors r={rank}", ONE_BUCKET_MB, authors_power_sgd(rank))]
+        rows += [(f"twin r={rank}", 25, power_sgd_hook(rank, False, twin))]
+        rows += [(f"twin r={rank} one bucket", ONE_BUCKET_MB, power_sgd_hook(rank, False, twin))]
         for rounds in ("two", "alternating"):
             plan = laconic.power_sgd(rank=rank, bits=None, rounds=rounds)
             rows += [(f"laconic r={rank} {rounds}", 25, ours(plan))]

@@ -1,6 +1,7 @@
-"""Measure candidate tile sizes of PowerSGD's kernels on this GPU, on the matrices of BERT-large.
+"""Measure candidate tile sizes of PowerSGD's kernels on this GPU, on the matrices of a model.
 
     python benchmarks/tiles.py
+    python benchmarks/tiles.py --ranks 32 --rounds two --model "GPT-2 medium"
 
 For comparison it prints the time of each kernel's passes over the gradients at the bandwidth of a copy. The fastest
 belong in the tables of `laconic/kernels/cuda/triton_low_rank.py`. Needs a GPU, Triton and laconic.
@@ -8,6 +9,7 @@ belong in the tables of `laconic/kernels/cuda/triton_low_rank.py`. Needs a GPU, 
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from collections.abc import Callable
@@ -28,10 +30,11 @@ from laconic.kernels.cuda.triton_low_rank import Blocks
 RANKS = (1, 4, 16, 64)
 COMPUTE_P = [
     Blocks(32, 32, 2, 3), Blocks(32, 32, 2, 5), Blocks(32, 32, 2, 6), Blocks(16, 32, 1, 5), Blocks(64, 32, 4, 5),
-    Blocks(32, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(128, 32, 4, 4),
+    Blocks(32, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(128, 32, 4, 4), Blocks(128, 64, 8, 3),
 ]  # fmt: skip
 COMPUTE_Q = [
     Blocks(32, 64, 2, 4), Blocks(32, 32, 2, 4), Blocks(32, 128, 4, 3), Blocks(32, 256, 8, 3), Blocks(64, 128, 4, 3),
+    Blocks(32, 64, 4, 4), Blocks(64, 64, 4, 3),
 ]  # fmt: skip
 RECONSTRUCT = [
     Blocks(32, 64, 4, 2), Blocks(32, 64, 2, 2), Blocks(16, 64, 2, 2), Blocks(16, 64, 4, 2), Blocks(16, 128, 4, 2),
@@ -85,10 +88,15 @@ def milliseconds(action: Callable[[], object], count: int = 9) -> float:
 
 
 def main() -> None:
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    matrices = [s for s in MODELS["BERT-large"]() if len(s) > 1 and s[0] >= max(RANKS)]
-    for rank in RANKS:
-        for rounds in ("two", "alternating"):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
+    parser.add_argument("--rounds", nargs="+", choices=["two", "alternating"], default=["two", "alternating"])
+    parser.add_argument("--model", choices=list(MODELS), default="BERT-large")
+    options = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {options.model}")
+    matrices = [s for s in MODELS[options.model]() if len(s) > 1 and s[0] >= max(options.ranks)]
+    for rank in options.ranks:
+        for rounds in options.rounds:
             bucket, flats = bucket_of(matrices, rank, rounds)
             one_pass = milliseconds(lambda a=flats[0], b=flats[1]: a.copy_(b)) / 2
             for kernel, table, candidates, passes, launches in trials(bucket, rounds):

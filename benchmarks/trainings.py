@@ -3,7 +3,8 @@
     python benchmarks/trainings.py --quick                      # two trainings, a few plans: ten minutes
     python benchmarks/trainings.py                              # all trainings, all plans, two seeds: a night
     python benchmarks/trainings.py --trainings prose cnn --plans "power_sgd(rank=8)" --seeds 0
-    python benchmarks/trainings.py --tune prose                 # the learning rate of `ddp()`
+    python benchmarks/trainings.py --device cuda --jobs 14      # the same on a GPU: minutes
+    python benchmarks/trainings.py --tune --trainings prose --lr 0.5 1 2    # the learning rate of `ddp()`
     python benchmarks/trainings.py --table                      # what is in the file of results, and no runs
     python benchmarks/trainings.py --record                     # add the results to what `laconic plan` predicts from
     python benchmarks/trainings.py --left-out                   # how well each training is predicted from the others
@@ -369,6 +370,7 @@ class Found:
     alarms: list[str] = field(default_factory=list)
     """What the guard logged."""
     torch: str = field(default_factory=lambda: torch.__version__)
+    device: str = "cpu"
 
 
 def share_of_lr(step: int, steps: int, warmup: int) -> float:
@@ -382,11 +384,18 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """Move a batch."""
+    inputs, targets = batch
+    return inputs.to(device), targets.to(device)
+
+
 class Worker:
-    """One worker of a run."""
+    """One worker of a run, on the device of its model."""
 
     def __init__(self, run: Run, worker: int, model: nn.Module) -> None:
         self.run, self.worker, self.model = run, worker, model
+        self.device = next(model.parameters()).device
         self.training = TRAININGS[run.training]
         self.steps = run.steps or self.training.steps
         self.plan = laconic.plan(run.plan)
@@ -415,7 +424,8 @@ class Worker:
             groups = [each for optimizer in self.optimizers for each in optimizer.param_groups]
             for each, lr in zip(groups, self.rates, strict=True):
                 each["lr"] = lr * factor
-            loss_of(self.model, self.training.draw(self.run.seed, self.worker, step)).backward()
+            batch = on_device(self.training.draw(self.run.seed, self.worker, step), self.device)
+            loss_of(self.model, batch).backward()
             for optimizer in self.optimizers:
                 optimizer.step()
             for optimizer in self.optimizers:
@@ -428,15 +438,15 @@ class Worker:
         return session
 
 
-def simulate(run: Run) -> Found:
+def simulate(run: Run, device: torch.device) -> Found:
     """Run in one process, workers in threads, one at a time."""
     torch.set_num_threads(1)
     training = TRAININGS[run.training]
-    first = training.model(run.seed)
+    first = training.model(run.seed).to(device)
     models = [first, *(deepcopy(first) for _ in range(1, WORKERS))]
     workers = [Worker(run, index, model) for index, model in enumerate(models)]
     world = InProcessWorld(WORKERS, at_once=1)
-    batches = training.held_out()
+    batches = [on_device(batch, device) for batch in training.held_out()]
     curve: list[tuple[int, float]] = []
     sessions: dict[int, laconic.Session] = {}
     alone = run.plan == "alone()"
@@ -467,6 +477,7 @@ def simulate(run: Run) -> Found:
     seconds = time.perf_counter() - began
     noise = None if session.health is None else session.health.noise
     found = Found(repr(session.plan), curve[-1][1], curve, session.ledger.wire_bytes, whole, seconds, noise, logged)
+    found.device = device.type
     for each in sessions.values():
         each.detach()
     return found
@@ -532,7 +543,7 @@ def real_loss(run: Run) -> float:
     return loss
 
 
-def run_all(runs: Iterable[Run], path: Path, jobs: int) -> list[dict[str, Any]]:
+def run_all(runs: Iterable[Run], path: Path, jobs: int, device: torch.device) -> list[dict[str, Any]]:
     """Run what is not in the file, `jobs` at a time, and return all its lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     done = lines(path)
@@ -540,7 +551,7 @@ def run_all(runs: Iterable[Run], path: Path, jobs: int) -> list[dict[str, Any]]:
     waiting = [run for run in dict.fromkeys(runs) if run not in known]
     context = get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        for run, future in [(run, pool.submit(simulate, run)) for run in waiting]:
+        for run, future in [(run, pool.submit(simulate, run, device)) for run in waiting]:
             try:
                 found = asdict(run) | asdict(future.result())
             except Exception as error:
@@ -682,6 +693,7 @@ def main() -> None:
     parser.add_argument("--lr", nargs="+", type=float, default=[1.0], help="factors of the learning rate")
     parser.add_argument("--steps", type=int, help="of each run; default: the training's own")
     parser.add_argument("--guard", choices=["warn", "act"], help="watch each plan; what it logs is in the results")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, default=Path("build/trainings.jsonl"))
     parser.add_argument("--quick", action="store_true")
@@ -691,6 +703,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="ddp() and alone() alone, at several learning rates")
     parser.add_argument("--processes", action="store_true", help="check a run beside real processes")
     options = parser.parse_args()
+    device = torch.device(options.device)
     if options.table:
         print(table(lines(options.json)))
         return
@@ -705,7 +718,7 @@ def main() -> None:
     if options.processes:
         for name, plan in itertools.product(names, options.plans):
             run = Run(name, plan, seeds[0], steps=options.steps)
-            print(name, plan, "in one process", simulate(run).loss, "real", real_loss(run), flush=True)
+            print(name, plan, "in one process", simulate(run, device).loss, "real", real_loss(run), flush=True)
         return
     ends = [
         Run(name, plan, seed, steps=options.steps) for name in names for seed in seeds for plan in ("ddp()", "alone()")
@@ -719,7 +732,7 @@ def main() -> None:
         ]
     for name in names:
         TRAININGS[name].model(0)  # what is computed once
-    found = run_all([*ends, *runs], options.json, options.jobs)
+    found = run_all([*ends, *runs], options.json, options.jobs, device)
     print(table(found))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -56,7 +57,7 @@ def side_of(numel: int) -> int:
     return math.isqrt(numel - 1) + 1 if numel else 0
 
 
-def name_of(tensors: Tensors) -> str:
-    """Return a name made from the names of the tensors: the state belongs to one layout of the bucket only."""
-    digest = hashlib.sha256("\n".join(tensors).encode()).hexdigest()[:16]
-    return f"bucket of {len(tensors)} ({digest})"
+def name_of(names: Collection[str]) -> str:
+    """Return a name made from the names of tensors: the state belongs to one layout of the bucket only."""
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+    return f"bucket of {len(names)} ({digest})"

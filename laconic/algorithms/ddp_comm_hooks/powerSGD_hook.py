@@ -9,7 +9,9 @@ between workers raise an error at the first step.
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -200,18 +202,19 @@ def _average(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[
     """Average one bucket: exactly before `start_powerSGD_iter`, compressed from then on."""
     engine = state._get_engine(state.process_group)
     tensors = state._names.gradients(bucket)
+    low_rank = LowRank(state.matrix_approximation_rank, 0 if batched else state.min_compression_rate)
     if engine.first_backward:  # 1. in each bucket of the first backward, workers compare settings and parameters
         _agree(state, engine, bucket, tensors, batched)
 
     plain = state.iter < state.start_powerSGD_iter
     if not plain:  # 2. statistics, and gradients in the layout of their parameters
-        _count(state, bucket, tensors, batched)
+        _count(state, bucket, _known(tensors, low_rank, batched))
         tensors = {n: as_laid_out(g, p) for (n, g), p in zip(tensors.items(), bucket.parameters(), strict=True)}
 
     def begin(some: Mapping[str, Tensor]) -> Exchange[Averaged]:
         if plain:
             return Exact().average(some, {}, engine.queue.peers, reuse=True)
-        return _compressed(state, some, batched)
+        return _compressed(state, some, low_rank, batched)
 
     future = engine.average(tensors, bucket, begin)  # 3. `begin` runs in the order of the saved bucket layout
     engine.first_backward = engine.first_backward and not bucket.is_last()
@@ -231,9 +234,10 @@ def _agree(
     agree(engine.queue, "PowerSGD", facts | parameter_facts(tensors.items()))
 
 
-def _compressed(state: PowerSGDState, tensors: Mapping[str, Tensor], batched: bool) -> Exchange[Averaged]:
+def _compressed(
+    state: PowerSGDState, tensors: Mapping[str, Tensor], low_rank: LowRank, batched: bool
+) -> Exchange[Averaged]:
     """Return the exchange of one bucket, with the dictionaries of `state` as the codec's state."""
-    low_rank = _low_rank(state, batched)
     codec: Codec
     if not state.use_error_feedback:
         codec = Batched(low_rank) if batched else ByShape(low_rank)
@@ -242,17 +246,13 @@ def _compressed(state: PowerSGDState, tensors: Mapping[str, Tensor], batched: bo
     else:
         codec = ErrorFeedback(Batched(low_rank) if batched else ByShape(low_rank), subtract=state.feedback)
     factors = {"p": state.p_memory_dict, "q": state.q_memory_dict} if state.warm_start else {"p": {}, "q": {}}
-    _draw(state, low_rank, tensors, factors["q"], batched)
+    _draw(state, _known(tensors, low_rank, batched), next(iter(tensors.values())), factors["q"])
 
     engine = state._get_engine(state.process_group)
     key = (codec, id(state.error_dict), id(factors["p"]), id(factors["q"]))
     if engine.state_tree_key != key:  # one object for all steps: fused kernels cache tables in it
         engine.state_tree, engine.state_tree_key = _state_tree(codec, state.error_dict, factors), key
     return codec.average(tensors, engine.state_tree, engine.queue.peers, reuse=True)
-
-
-def _low_rank(state: PowerSGDState, batched: bool) -> LowRank:
-    return LowRank(state.matrix_approximation_rank, 0 if batched else state.min_compression_rate)
 
 
 def _state_tree(codec: Codec, residual: dict[str, Tensor], factors: State) -> State:
@@ -264,60 +264,66 @@ def _state_tree(codec: Codec, residual: dict[str, Tensor], factors: State) -> St
     return factors  # LowRank, or Batched, which passes its state on
 
 
-def _draw(
-    state: PowerSGDState, low_rank: LowRank, tensors: Mapping[str, Tensor], q: dict[str, Tensor], batched: bool
-) -> None:
-    """Add the first factors where there are none, from the random numbers that torch would draw."""
+@dataclass(frozen=True)
+class _Bucket:
+    """What the shapes of a bucket's tensors say."""
+
+    rank: int
+    groups: Mapping[tuple[int, int], Sequence[str]]
+    """The names of the tensors that torch makes factors for, by matrix shape, in torch's order.
+
+    With a rate below 1, vectors are among them: laconic does not compress them, but must draw the same random numbers.
+    """
+    names: Sequence[str]
+    """Of all groups."""
+    numels: tuple[int, int]
+    """Elements before and after compression, as torch counts them."""
+
+
+def _known(tensors: Mapping[str, Tensor], low_rank: LowRank, batched: bool) -> _Bucket:
+    """Look at some tensors; those of the same names and shapes were looked at in an earlier step."""
+    return _bucket_of(tuple((name, t.shape) for name, t in tensors.items()), low_rank, batched)
+
+
+@lru_cache(maxsize=4096)
+def _bucket_of(shapes: tuple[tuple[str, torch.Size], ...], low_rank: LowRank, batched: bool) -> _Bucket:
+    before = sum(shape.numel() for _, shape in shapes)
+    groups: dict[tuple[int, int], list[str]] = defaultdict(list)
     if batched:  # one square matrix of all tensors
-        side = _side(tensors)
-        groups = {(side, side): [name_of(tensors)]} if side else {}
+        side = side_of(before)
+        if side:
+            groups[side, side].append(name_of([name for name, _ in shapes]))
+        after = 2 * side * min(low_rank.rank, side)
     else:
-        groups = _matrices(tensors, low_rank)
-    names = [name for group in groups.values() for name in group]
+        after = 0
+        for name, shape in shapes:
+            rows, columns = matrix = (shape[0], shape[1:].numel()) if shape else (0, 0)
+            if shape and low_rank.accepts(torch.Size(matrix)):
+                groups[matrix].append(name)
+            rank = min(low_rank.rank, *matrix) if low_rank.accepts(shape) else 0
+            after += rank * (rows + columns) or shape.numel()
+    return _Bucket(low_rank.rank, groups, [name for group in groups.values() for name in group], (before, after))
+
+
+def _draw(state: PowerSGDState, bucket: _Bucket, like: Tensor, q: dict[str, Tensor]) -> None:
+    """Add the first factors where there are none, from the random numbers that torch would draw."""
     first = state.iter == state.start_powerSGD_iter
-    if state.warm_start and all(name in q for name in names) and (names or not first):
+    if state.warm_start and all(name in q for name in bucket.names) and (bucket.names or not first):
         return
-    like = next(iter(tensors.values()))
     generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
-    for (rows, columns), group in groups.items():
+    for (rows, columns), group in bucket.groups.items():
         counts = [len(group)] if state.batch_tensors_with_same_shape else [1] * len(group)
-        size, dtype = (columns, min(low_rank.rank, rows, columns)), wide_dtype(like.dtype)
+        size, dtype = (columns, min(bucket.rank, rows, columns)), wide_dtype(like.dtype)
         drawn = torch.cat([torch.randn(count, *size, generator=generator, dtype=dtype) for count in counts])
         q.update({name: x.to(like.device, copy=True) for name, x in zip(group, drawn, strict=True) if name not in q})
 
 
-def _matrices(tensors: Mapping[str, Tensor], low_rank: LowRank) -> dict[tuple[int, int], list[str]]:
-    """Return the names of the tensors that torch makes factors for, by matrix shape, in torch's order.
-
-    With a rate below 1, vectors are among them: laconic does not compress them, but must draw the same random numbers.
-    """
-    groups: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for name, t in tensors.items():
-        if t.dim() > 0 and low_rank.accepts(torch.Size(_matrix_shape(t))):
-            groups[_matrix_shape(t)].append(name)
-    return groups
-
-
-def _count(state: PowerSGDState, bucket: GradBucket, tensors: Mapping[str, Tensor], batched: bool) -> None:
+def _count(state: PowerSGDState, bucket: GradBucket, shapes: _Bucket) -> None:
     """Update the compression statistics, which count elements as torch's do. The ledger counts bytes."""
-    low_rank = _low_rank(state, batched)
-    state.total_numel_before_compression += sum(t.numel() for t in tensors.values())
-    if batched:
-        side = _side(tensors)
-        state.total_numel_after_compression += 2 * side * min(low_rank.rank, side)
-    for t in () if batched else tensors.values():
-        rows, columns = _matrix_shape(t) if low_rank.accepts(t.shape) else (0, 0)
-        rank = min(low_rank.rank, rows, columns)
-        state.total_numel_after_compression += rank * (rows + columns) or t.numel()
+    before, after = shapes.numels
+    state.total_numel_before_compression += before
+    state.total_numel_after_compression += after
     if bucket.is_last() and state.iter >= state.next_stats_report:
         rate, before, after = state.compression_stats()
         logger.info("PowerSGD at iteration %s: %s elements became %s, rate %s", state.iter, before, after, rate)
         state.next_stats_report = state.iter + state.compression_stats_logging_frequency
-
-
-def _matrix_shape(t: Tensor) -> tuple[int, int]:
-    return t.shape[0], t.shape[1:].numel()
-
-
-def _side(tensors: Mapping[str, Tensor]) -> int:
-    return side_of(sum(t.numel() for t in tensors.values()))

@@ -35,10 +35,14 @@ class Blocks:
 
 
 # Keyed by the largest rank that they serve; separate tables for M computed as G + E, and for M stored over G.
-# Measured on an H200 with the matrices of BERT-large (benchmarks/tiles.py).
+# Measured on an H200 with the matrices of BERT-large, rank 32 with those of GPT-2 medium (benchmarks/tiles.py).
 COMPUTE_P = {64: Blocks(64, 64, warps=4, stages=3)}
 COMPUTE_P_AND_M = {16: Blocks(32, 32, warps=2, stages=5), 64: Blocks(64, 64, warps=4, stages=3)}
-COMPUTE_Q = {16: Blocks(32, 64, warps=2, stages=4), 64: Blocks(32, 32, warps=2, stages=4)}
+COMPUTE_Q = {
+    16: Blocks(32, 64, warps=2, stages=4),
+    32: Blocks(32, 128, warps=4, stages=3),
+    64: Blocks(32, 32, warps=2, stages=4),
+}
 RECONSTRUCT = {
     1: Blocks(16, 512, warps=8, stages=2, dot=False),
     8: Blocks(4, 512, warps=4, stages=1, dot=False, one_tile=True),
@@ -49,6 +53,7 @@ RECONSTRUCT_FROM_M = {
     1: Blocks(16, 512, warps=8, stages=1, dot=False, one_tile=True),
     8: Blocks(8, 512, warps=4, stages=1, dot=False, one_tile=True),
     16: Blocks(16, 64, warps=2, stages=2),
+    32: Blocks(32, 128, warps=4, stages=2),
     64: Blocks(32, 64, warps=4, stages=2),
 }
 CHUNK_ROWS = 1024
