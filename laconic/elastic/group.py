@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from laconic import Session
 from laconic.elastic.store import BoundedStore
-from laconic.torch_private.elastic import PrefixStore, all_groups, reset_group_names, set_timeout
+from laconic.torch_private.distributed import PrefixStore, all_groups, reset_group_names, set_timeout
 
 CONNECT_S = 2.0
 """Timeout of one connection of a new group. If a member stops meanwhile, gloo waits five times as long, and that wait

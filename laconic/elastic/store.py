@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from laconic.comm.timeout import run_in_thread
 from laconic.errors import StoreLostError
-from laconic.torch_private.elastic import Store
+from laconic.torch_private.distributed import Store
 
 CancelCheck: TypeAlias = Callable[[], None]
 """Raises an error when a wait must end early."""

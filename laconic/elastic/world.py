@@ -16,7 +16,7 @@ from laconic.elastic.heartbeat import HeartbeatMonitor
 from laconic.elastic.rendezvous import Membership, Rendezvous, Rules
 from laconic.elastic.store import POLL_S, BoundedStore
 from laconic.errors import StoreLostError
-from laconic.torch_private.elastic import PrefixStore, Store, TCPStore
+from laconic.torch_private.distributed import PrefixStore, Store, TCPStore
 from laconic.values import is_whole
 
 CONNECT_S = 30.0

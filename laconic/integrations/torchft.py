@@ -37,7 +37,7 @@ from laconic.elastic.run import CommitClock, Step, is_loss, objects_of
 from laconic.elastic.state_transfer import transfer
 from laconic.elastic.store import BoundedStore, CancelCheck
 from laconic.session.session import Stateful
-from laconic.torch_private.elastic import Store
+from laconic.torch_private.distributed import Store
 
 logger = logging.getLogger("laconic.torchft")
 
