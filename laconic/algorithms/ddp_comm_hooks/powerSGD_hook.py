@@ -7,9 +7,12 @@ bit-exact. Factors and residuals are fp32 for fp16 and bf16 gradients. Settings,
 between workers raise an error at the first step.
 """
 
+import hashlib
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -18,15 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from laconic.algorithms.ddp_comm_hooks.batched import Batched, name_of, side_of
 from laconic.algorithms.ddp_comm_hooks.engine import Engine, HookState
 from laconic.checks.agreement import agree, parameter_facts
 from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank
-from laconic.exchange import Averaged, Exchange, State
+from laconic.codecs.contract import accept_every_shape, check_codec
+from laconic.exchange import Averaged, Exchange, Peers, State, Tensors, true
 from laconic.ledger import Ledger
-from laconic.packing import wide_dtype
+from laconic.packing import pack, unpack, wide_dtype
 from laconic.session.ddp import as_laid_out
 from laconic.torch_private.distributed import GradBucket
+from laconic.values import as_code
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -270,7 +274,7 @@ def _draw(
     """Add the first factors where there are none, from the random numbers that torch would draw."""
     if batched:  # one square matrix of all tensors
         side = _side(tensors)
-        groups = {(side, side): [name_of(tensors)]} if side else {}
+        groups = {(side, side): [_name_of(tensors)]} if side else {}
     else:
         groups = _matrices(tensors, low_rank)
     names = [name for group in groups.values() for name in group]
@@ -320,4 +324,45 @@ def _matrix_shape(t: Tensor) -> tuple[int, int]:
 
 
 def _side(tensors: Mapping[str, Tensor]) -> int:
-    return side_of(sum(t.numel() for t in tensors.values()))
+    """Return the side of the smallest square that holds all numbers of these tensors; 0 if there are none."""
+    numel = sum(t.numel() for t in tensors.values())
+    return math.isqrt(numel - 1) + 1 if numel else 0
+
+
+@dataclass(frozen=True, repr=False)
+class Batched:
+    """Concatenates all tensors of a bucket, pads them with zeros, and encodes them as one square matrix.
+
+    This takes fewer and larger operations. But the rows and columns of that matrix have no meaning, so a low rank keeps
+    less of it: prefer plain `LowRank` unless its many small products cost too much.
+    """
+
+    codec: Codec
+
+    __repr__ = as_code
+    accepts = accept_every_shape
+
+    def __post_init__(self) -> None:
+        check_codec(f"Batched({self.codec!r})", self.codec)
+
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
+        """Average the square matrix that holds `tensors`."""
+        flat = pack(tensors)
+        side = _side(tensors)
+        if not side:
+            return Averaged({name: t.clone() for name, t in tensors.items()}, lambda: dict(tensors), true)
+        square = flat.new_zeros(side * side)
+        square[: flat.numel()] = flat
+        name = _name_of(tensors)
+        end = yield from self.codec.average({name: square.view(side, side)}, state, peers, reuse=reuse)
+
+        def cut(whole: Tensor) -> dict[str, Tensor]:
+            return unpack(whole.reshape(-1)[: flat.numel()], like=tensors)
+
+        return Averaged(cut(end.mean[name]), lambda: cut(end.own()[name]), end.finite, end.decided)
+
+
+def _name_of(tensors: Tensors) -> str:
+    """Return a name made from the names of the tensors: the state belongs to one layout of the bucket only."""
+    digest = hashlib.sha256("\n".join(tensors).encode()).hexdigest()[:16]
+    return f"bucket of {len(tensors)} ({digest})"
