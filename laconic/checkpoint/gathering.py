@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.checkpoint.loading import device_of
 from laconic.checkpoint.state import allocate, as_bytes, copy_to_host, describe, flatten, unflatten
-from laconic.checkpoint.workers import device_of
 from laconic.ledger import Ledger
 
 PIECE_BYTES = 16 << 20

@@ -12,9 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from laconic.elastic.heartbeat import HeartbeatMonitor
 from laconic.elastic.rendezvous import Membership, Rendezvous, Rules
-from laconic.elastic.store import POLL_S, BoundedStore
+from laconic.elastic.store import POLL_S, BoundedStore, HeartbeatMonitor
 from laconic.errors import StoreLostError
 from laconic.torch_private.distributed import PrefixStore, Store, TCPStore
 from laconic.values import is_whole

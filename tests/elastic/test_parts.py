@@ -14,13 +14,11 @@ from torch._C._distributed_c10d import HashStore
 import laconic
 from laconic import elastic
 from laconic.data import ElasticSampler
-from laconic.elastic.group import leave
-from laconic.elastic.heartbeat import HeartbeatMonitor
+from laconic.elastic.group import leave, receive, send
 from laconic.elastic.history import Snapshot
 from laconic.elastic.rendezvous import Member, Membership, Rendezvous, Rules
 from laconic.elastic.run import CommitClock, objects_of
-from laconic.elastic.state_transfer import receive, send
-from laconic.elastic.store import BoundedStore
+from laconic.elastic.store import BoundedStore, HeartbeatMonitor
 
 
 def membership(*held):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from laconic.algorithms.model_averaging.utils import average_parameters
-from laconic.checkpoint.workers import lowest_and_highest
+from laconic.checkpoint.loading import lowest_and_highest
 from laconic.comm.groups import subgroup_of
 from laconic.torch_private.distributed import (
     LocalGroup,
