@@ -25,7 +25,7 @@ from laconic.codecs.quantized import width
 from laconic.plans.methods import frugal, power_sgd, quantized_ddp
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Every, Streaming
-from laconic.plans.topology import Topology, World
+from laconic.plans.topology import Topology
 from laconic.values import call
 
 Kind: TypeAlias = Literal["adaptive", "sgd", "muon"]
@@ -119,15 +119,12 @@ def power_sgd_target(bytes: str, options: Mapping[str, Any]) -> Plan:
     return TargetPlan(like.schedule, like.codec, call=_call(power_sgd, bytes, options), choose=choose)
 
 
-def frugal_on(
-    facts: ModelFacts, times: float, start: int = 1, delay: int = 0, topology: Topology | None = None
-) -> Plan:
+def frugal_on(facts: ModelFacts, times: float, start: int, delay: int, topology: Topology) -> Plan:
     """Return what `frugal` becomes on a model: the rule of docs/quality.md.
 
     It must send at least `times` times fewer bytes than `ddp()` on every model, as `facts.bytes_of` counts them.
     """
     # 1. Gradients, if few bits are enough. With groups, only weights go between them.
-    topology = topology or World()
     gradients = not delay and topology.inner is None
     for bits in (8, 4) if gradients else ():
         plan = quantized_ddp(bits, start=start)
@@ -153,13 +150,8 @@ def frugal_on(
             return Plan(Every(1, start, of="weights"), codec, topology=topology)
         return Plan(Streaming(period, min(period, 4), delay, start=start), codec, topology=topology)
 
-    return shortest(of_period, facts, times, _least_period(times))
-
-
-def shortest(of_period: Callable[[int], Plan], facts: ModelFacts, times: float, least: int = 1) -> Plan:
-    """Return the plan of the shortest period that meets a target. From period 4 on, each round sends the same bytes."""
-    period = least
-    while (found := facts.times(of_period(period))) < times:
+    period = _least_period(times)
+    while (found := facts.times(of_period(period))) < times:  # from period 4 on, each round sends the same bytes
         period = max(period + 1, int(period * times / found)) if period >= 4 else period + 1
     return of_period(period)
 
