@@ -11,7 +11,8 @@ A name without a dot appears and disappears in one rename. The next save removes
 part keeps a worker that an earlier run left behind from writing to the folder of a new run.
 
 A checkpoint may come from somebody else. File names are fixed, so none leads out of the folder; links are not opened;
-and the safetensors package checks a header before it allocates, so that a file takes no more memory than its size.
+and the safetensors package checks a header before it allocates, so that a file takes no more memory than its size, and
+its largest tensor once more.
 """
 
 from __future__ import annotations
