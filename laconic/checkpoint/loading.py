@@ -192,12 +192,12 @@ def lowest_and_highest(value: int) -> tuple[int, int]:
     """Compare a value with those of the other workers."""
     if not is_distributed():
         return value, value
-    ends = torch.tensor([value, -value], device=device_of(None))
+    ends = torch.tensor([value, -value], device=wire_device())
     dist.all_reduce(ends, dist.ReduceOp.MIN)
     return int(ends[0]), -int(ends[1])
 
 
-def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where tensors must be that travel in a group: on the CPU, if one of its backends serves it."""
-    has_cpu = "cpu:" in dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+def wire_device() -> torch.device:
+    """Return where tensors must be that travel in the default group: on the CPU, if one of its backends serves it."""
+    has_cpu = "cpu:" in dist.get_backend_config()  # such as "cpu:gloo,cuda:nccl"
     return torch.device("cpu" if has_cpu else "cuda")
