@@ -34,7 +34,7 @@ from ratios import machine, write
 from torch import Tensor
 
 from laconic import checkpoint
-from laconic.checkpoint.folder import fsync_folder
+from laconic.checkpoint.files import fsync_folder
 
 PLAIN = "plain file"
 TENSOR_BYTES = 64 << 20

@@ -22,7 +22,7 @@ import logging
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
@@ -275,30 +275,21 @@ def _message(guard: Guard, step: int, lag: float, old: Plan, new: Plan | None) -
     return f'{why}. It trains on old gradients: use a higher rank or more bits, or Guard("act").'
 
 
-def stronger(plan: Plan) -> Plan | None:
-    """Return a plan that sends about twice as much, or None if there is nothing stronger.
+def strengths(plan: Plan) -> Iterator[Plan]:
+    """Yield ever stronger plans, each of which sends about twice as much as the one before.
 
     First the codec gets more bits or rank, then it is exact, then the period is halved.
 
     >>> from laconic import power_sgd
-    >>> stronger(power_sgd(rank=1, bits=2))
-    power_sgd(rank=1, bits=4)
-    >>> stronger(power_sgd(rank=1))
-    power_sgd(rank=2, bits=4)
-    >>> stronger(power_sgd(rank=64, bits=8))
-    ddp()
+    >>> list(strengths(power_sgd(rank=32, bits=2)))
+    [power_sgd(rank=32, bits=4), power_sgd(rank=64, bits=4), power_sgd(rank=64, bits=8), ddp()]
     """
-    if not isinstance(plan.codec, Exact):
-        return replace(plan, codec=_stronger_codec(plan.codec) or Exact())
-    return _half_period(plan)
-
-
-def strengths(plan: Plan) -> Iterator[Plan]:
-    """Yield ever stronger plans."""
-    found = stronger(plan)
+    found: Plan | None = plan
     while found is not None:
-        yield found
-        found = stronger(found)
+        if found is not plan:
+            yield found
+        is_exact = isinstance(found.codec, Exact)
+        found = _half_period(found) if is_exact else replace(found, codec=_stronger_codec(found.codec) or Exact())
 
 
 def _stronger_codec(codec: Any) -> Codec | None:
@@ -424,18 +415,6 @@ class Measurement:
         last = step if schedule.fragments == 1 else step + schedule.period - 1
         return cls(last, last + schedule.delay, signs)
 
-    def watch(
-        self, tensors: Mapping[str, Tensor], state: State, average: Callable[[], Exchange[Averaged]]
-    ) -> Exchange[Averaged]:
-        """Run the exchange that `average` makes of `tensors`, and sketch them."""
-        names = largest(tensors)
-        device = tensors[names[0]].device if names else torch.device("cpu")
-        sketch = partial(self.signs.sketch, step=self.last, device=device)
-        own, before = sketch({name: tensors[name] for name in names}), sketch(_residuals_of(names, state))
-        end = yield from average()
-        self.sums[names] = torch.stack([own, before, sketch(_residuals_of(names, state))])
-        return end
-
     def row(self) -> list[int]:
         """Return how many exchanges were sketched, and the sums of their sketches as int64 numbers, to gather."""
         sums = list(self.sums.values())
@@ -450,7 +429,7 @@ def largest(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class SketchCodec:
-    """A codec whose exchanges belong to a measurement."""
+    """A codec whose exchanges are sketched for a measurement."""
 
     codec: Codec
     measurement: Measurement
@@ -462,8 +441,14 @@ class SketchCodec:
     def average(
         self, tensors: Mapping[str, Tensor], state: State, peers: Peers, *, reuse: bool = False
     ) -> Exchange[Averaged]:
-        """Average through the codec."""
-        return self.measurement.watch(tensors, state, lambda: self.codec.average(tensors, state, peers, reuse=reuse))
+        """Average through the codec, and sketch what it is given and what it leaves."""
+        names, to = largest(tensors), self.measurement
+        device = tensors[names[0]].device if names else torch.device("cpu")
+        sketch = partial(to.signs.sketch, step=to.last, device=device)
+        own, before = sketch({name: tensors[name] for name in names}), sketch(_residuals_of(names, state))
+        end = yield from self.codec.average(tensors, state, peers, reuse=reuse)
+        to.sums[names] = torch.stack([own, before, sketch(_residuals_of(names, state))])
+        return end
 
 
 def health_of(rows: Sequence[Sequence[int]], step: int) -> Health | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from laconic.exchange import State, Tensors
-from laconic.torch_private.codecs import flatten, unflatten
+from laconic.torch_private.foreach import flatten, unflatten
 
 
 def pack(tensors: Tensors, *, alias: bool = False) -> Tensor:

@@ -1,15 +1,28 @@
-"""The files of one checkpoint: a safetensors file for each worker, and a manifest with the size and SHA-256 of each.
+"""The folder of a run, the folder of each checkpoint in it, and the files of one.
+
+    step-00000042                  a checkpoint: complete, or damaged since
+        worker-00000.safetensors       the state of each worker
+        manifest.json                  step, number of workers, size and SHA-256 of each file
+    .step-00000043.1f83d9ab.tmp    being written
+    .step-00000041.5be0cd19.gone   being removed
+    .step-00000042.old             replaced by another checkpoint of that step; it counts until that one is in place
+
+A name without a dot appears and disappears in one rename. The next save removes what a killed process left. The random
+part keeps a worker that an earlier run left behind from writing to the folder of a new run.
 
 A checkpoint may come from somebody else. File names are fixed, so none leads out of the folder; links are not opened;
-and the safetensors package checks a header before it allocates, so that a file takes no more memory than its size.
+and the safetensors package checks a header before it allocates, so that a file takes no more memory than its size, and
+its largest tensor once more.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
+import re
+import secrets
+import shutil
 import stat
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,21 +31,109 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
-from laconic.atomic_write import write_atomically
-from laconic.checkpoint.state import NATIVE_DTYPES, dense, dtype_name, flatten, unflatten
+from laconic.checkpoint.state import dense, dtype_name, unflatten
 from laconic.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "laconic checkpoint", 3
 MAX_MANIFEST_BYTES = 64 << 20
-BLOCK_BYTES = 4 << 20
-_NAMES = "F64 F32 F16 BF16 I64 I32 I16 I8 U64 U32 U16 U8 BOOL C64 F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0"
-DTYPES = dict(zip(_NAMES.split(), NATIVE_DTYPES.values(), strict=True))
-"""Dtypes by the names that a safetensors file has for them."""
+_NAME = re.compile(
+    r"(?P<dot>\.?)step-(?P<step>\d{8}|[1-9]\d{8,18})(?P<kind>|\.old|\.[0-9a-f]{8}\.(tmp|gone))", re.ASCII
+)
+
+# The folder of a run
+
+
+def final_path(folder: Path, step: int) -> Path:
+    """Return the path of a complete checkpoint."""
+    return folder / f"step-{step:08d}"
+
+
+def _listed(folder: Path, kind: str) -> list[tuple[int, Path]]:
+    """Return what there is of a kind ("", ".old", ".tmp" or ".gone"), with its step. Other names are ignored."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be listed: {error}. It should be a folder of checkpoints.") from error
+    matches = [match for match in map(_NAME.fullmatch, names) if match and bool(match["dot"]) == bool(match["kind"])]
+    found = [match for match in matches if (match["kind"].endswith(kind) if kind else not match["kind"])]
+    return [(int(match["step"]), folder / match[0]) for match in found]
+
+
+def complete(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints by step, oldest first."""
+    return dict(sorted((dict(_listed(folder, ".old")) | dict(_listed(folder, ""))).items()))
+
+
+def find_temporary(folder: Path, step: int) -> Path | None:
+    """Return the folder in which a step is being written."""
+    return dict(_listed(folder, ".tmp")).get(step)
+
+
+def make_temporary(folder: Path, step: int) -> Path:
+    """Create the folder that a checkpoint is written to, and remove what killed processes left."""
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        fsync_folder(folder.parent)
+    final = dict(_listed(folder, ""))
+    replaced = [(each, path) for each, path in _listed(folder, ".old") if each in final]
+    for _, path in [*_listed(folder, ".tmp"), *_listed(folder, ".gone"), *replaced]:
+        discard(path)
+    path = folder / f".step-{step:08d}.{secrets.token_hex(4)}.tmp"
+    path.mkdir()
+    return path
+
+
+def put_in_place(temporary: Path, step: int) -> None:
+    """Rename a complete checkpoint to its final name, replacing one of the same step."""
+    folder = temporary.parent
+    final, old = final_path(folder, step), folder / f".step-{step:08d}.old"
+    fsync_folder(temporary)
+    if os.path.lexists(final):
+        os.rename(final, old)
+    os.rename(temporary, final)
+    fsync_folder(folder)
+    discard(old)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint: it loses its name in one step, and then its contents. A link is not followed.
+
+    So another worker that still writes to it fails, and cannot leave a file in it that keeps the folder there: the
+    others wait until its name is gone.
+    """
+    match = _NAME.fullmatch(path.name)
+    with suppress(OSError):
+        if path.is_symlink():
+            os.unlink(path)
+            return
+        gone = path
+        if match is not None:
+            gone = path.with_name(f".step-{int(match['step']):08d}.{secrets.token_hex(4)}.gone")
+            try:
+                os.rename(path, gone)
+            except OSError:
+                if not match["dot"]:  # a complete checkpoint stays whole if it cannot be renamed
+                    raise
+                gone = path
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def fsync_folder(path: Path) -> None:
+    """Make renames inside a folder survive a crash."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# The files of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -48,13 +149,11 @@ def worker_file(worker: int) -> str:
     return f"worker-{worker:05d}.safetensors"
 
 
-def write_state(path: Path, state: Any) -> FileRecord:
-    """Write a state to a safetensors file, fsync it, and return its record. The file appears when it is whole."""
-    return write_flat(path, *flatten(state))
+def write_state(path: Path, skeleton: Any, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """Write what `flatten` made of a state to a safetensors file, with the skeleton as metadata, and fsync it.
 
-
-def write_flat(path: Path, skeleton: Any, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Write what `flatten` returned, with the skeleton as metadata, as `write_state` does."""
+    Return its record. The file appears when it is whole.
+    """
     text = json.dumps(skeleton, allow_nan=False, separators=(",", ":"))
     held = {name: dense(t) for name, t in tensors.items()}  # alive while the file is written from their memory
     specs = {
@@ -83,38 +182,21 @@ def write_flat(path: Path, skeleton: Any, tensors: Mapping[str, Tensor]) -> File
 def read_state(path: Path, expected: FileRecord | None = None) -> Any:
     """Read a state that `write_state` wrote, and compare the file with its record if there is one."""
     _check_size(path, expected)
-    try:
-        state, digest = _read(path)
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
-        if expected is not None:
-            _check_digest(path, _sha256(path), expected)  # of a damaged file, that is what the error says
-        raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}: {str(error)[:300]}.") from error
-    if expected is not None:
-        _check_digest(path, digest, expected)
+    state, problem = None, None
+    with ThreadPoolExecutor(1) as pool:
+        digest = None if expected is None else pool.submit(_sha256, path)
+        try:  # the package checks the header; nothing is mapped, because the file could change under the tensors
+            with safe_open(path, "pt", backend="pread") as file:
+                tensors = {name: file.get_tensor(name).clone() for name in file.offset_keys()}  # clones can be resized
+                state = unflatten(json.loads((file.metadata() or {})["state"]), tensors)
+        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
+            problem = error
+    if expected is not None and digest is not None:
+        _check_digest(path, digest.result(), expected)  # of a damaged file, that is what the error says
+    if problem is not None:
+        what = f"{type(problem).__name__}: {str(problem)[:300]}"
+        raise CheckpointError(f"{path.name} cannot be read: {what}.") from problem
     return state
-
-
-def _read(path: Path) -> tuple[Any, str]:
-    """Return the state and the SHA-256 of a file, read once, each tensor into memory of its own."""
-    # 1. The package checks the header, and that the tensors fill the rest of the file without gaps.
-    with safe_open(path, "pt", backend="pread") as opened:
-        stored = {name: opened.get_slice(name) for name in opened.offset_keys()}
-        tensors = {n: torch.empty(each.get_shape(), dtype=DTYPES[each.get_dtype()]) for n, each in stored.items()}
-        skeleton = json.loads((opened.metadata() or {})["state"])
-    # 2. One thread reads, and another computes the digest of what was read. Nothing is mapped: the file could change.
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
-        header_bytes = os.fstat(file.fileno()).st_size - sum(t.nbytes for t in tensors.values())
-        header = torch.empty(header_bytes, dtype=torch.uint8)
-        for t in (header, *tensors.values()):
-            memory = (ctypes.c_char * t.nbytes).from_address(t.data_ptr())  # after t.numpy(), t could not be resized
-            left = memoryview(memory).cast("B")
-            while left:
-                if not (count := file.readinto(left[:BLOCK_BYTES])):
-                    raise ValueError("it became shorter while it was read")
-                pool.submit(digest.update, left[:count])
-                left = left[count:]
-    return unflatten(skeleton, tensors), digest.hexdigest()
 
 
 def check_file(path: Path, expected: FileRecord, *, size_only: bool = False) -> None:
@@ -148,12 +230,8 @@ def _mismatch(path: Path, found: str, listed: object) -> CheckpointError:
     )
 
 
-def write_manifest(folder: Path, step: int, records: Sequence[FileRecord]) -> None:
-    """Write the manifest, from the record of each worker's file."""
-    write_atomically(folder / MANIFEST, _manifest(step, records))
-
-
-def _manifest(step: int, records: Sequence[FileRecord]) -> bytes:
+def manifest(step: int, records: Sequence[FileRecord]) -> bytes:
+    """Return the manifest, made of the record of each worker's file."""
     files = {worker_file(worker): asdict(record) for worker, record in enumerate(records)}
     head = {"format": FORMAT, "version": VERSION, "step": step, "workers": len(records)}
     return json.dumps({**head, "files": files}).encode()
@@ -169,8 +247,8 @@ def read_manifest(folder: Path, step: int) -> list[FileRecord]:
         data = file.read(MAX_MANIFEST_BYTES)
     with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         records = [FileRecord(**record) for record in json.loads(data)["files"].values()]
-    # It must be what `write_manifest` would write. So a flipped bit is found, and file names are those of the workers.
-    if not records or data != _manifest(step, records):
+    # It must be what `save` would write. So a flipped bit is found, and file names are those of the workers.
+    if not records or data != manifest(step, records):
         raise CheckpointError(
             f"{MANIFEST} is not that of a {FORMAT} of version {VERSION} and step {step} with one file for each worker: "
             f"{data[:200]!r}. It is damaged, or another version of laconic saved it, which can load it."

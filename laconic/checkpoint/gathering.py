@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.checkpoint.loading import is_distributed, lowest_and_highest, wire_device
 from laconic.checkpoint.state import allocate, as_bytes, copy_to_host, describe, flatten, unflatten
-from laconic.checkpoint.workers import device_of
 from laconic.ledger import Ledger
 
 PIECE_BYTES = 16 << 20
@@ -28,33 +28,30 @@ Facts: TypeAlias = dict[str, list[Any]]
 """The dtype, shape and SHA-256 of each tensor."""
 
 
-def gather_states(state: Any, ledger: Ledger, group: dist.ProcessGroup | None = None) -> list[Any] | None:
+def gather_states(state: Any, ledger: Ledger) -> list[Any] | None:
     """Return the states of all workers, in their order, on worker 0; None on the others. Every worker calls it.
 
-    A state is what `save` takes. `group` is torch.distributed's default group unless given.
+    A state is what `save` takes. The workers are those of torch.distributed's default group.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if not is_distributed() or dist.get_world_size() == 1:
         return [state]
-    link = _Link(ledger, group)
+    link = _Link(ledger)
     skeleton, tensors = flatten(state)
     # 1. Worker 0 sends the digests of its tensors; the others keep back what is the same.
     facts = _facts(tensors)
     first: Facts = json.loads(link.from_first(json.dumps(facts).encode()))
-    own = {name: tensors[name] for name, fact in facts.items() if link.rank and fact != first.get(name)}
-    # 2. Each message is a head of JSON and the bytes of tensors. Worker 0 needs their lengths, and sends none itself.
-    head = json.dumps([skeleton, {name: facts[name] for name in own}]).encode() if link.rank else b""
-    sizes = torch.tensor([len(head), sum(t.nbytes for t in own.values())])
-    every_size = link.all(sizes).tolist()  # [workers, 2]
-    message = torch.cat([torch.frombuffer(bytearray(head or b"\0"), dtype=torch.uint8), *map(as_bytes, own.values())])
-    messages = link.at_first(message, max(map(sum, every_size)))
-    if link.rank:
+    own = {name: tensors[name] for name, fact in facts.items() if fact != first.get(name)}
+    # 2. A message is the length of a head in 8 bytes, a head of JSON, and the bytes of tensors. Worker 0 sends none.
+    message = torch.empty(0, dtype=torch.uint8)
+    if link.rank > 0:
+        head = json.dumps([skeleton, {name: facts[name] for name in own}]).encode()
+        begin = torch.frombuffer(bytearray(len(head).to_bytes(8) + head), dtype=torch.uint8)
+        message = torch.cat([begin, *map(as_bytes, own.values())])
+    messages = link.at_first(message)
+    if link.rank > 0:
         return None
     # 3. Worker 0 reads the messages. What one does not hold is its own.
-    read = [
-        _read(data[:head_bytes].numpy().tobytes(), data[head_bytes : head_bytes + data_bytes], tensors)
-        for data, (head_bytes, data_bytes) in zip(messages[1:], every_size[1:], strict=True)
-    ]
-    return [unflatten(skeleton, tensors), *read]
+    return [unflatten(skeleton, tensors), *(_read(each, tensors) for each in messages[1:])]
 
 
 def _facts(tensors: Mapping[str, Tensor]) -> Facts:
@@ -63,12 +60,13 @@ def _facts(tensors: Mapping[str, Tensor]) -> Facts:
     return {name: [*described, digests[name]] for name, described in describe(tensors).items()}
 
 
-def _read(head: bytes, data: Tensor, shared: Mapping[str, Tensor]) -> Any:
+def _read(message: Tensor, shared: Mapping[str, Tensor]) -> Any:
     """Return a state from its message; the tensors that it does not hold are worker 0's."""
-    skeleton, facts = json.loads(head)
-    sent, begin = allocate({name: [dtype, shape] for name, (dtype, shape, _) in facts.items()}), 0
+    begin = 8 + int.from_bytes(message[:8].numpy().tobytes())
+    skeleton, facts = json.loads(message[8:begin].numpy().tobytes())
+    sent = allocate({name: [dtype, shape] for name, (dtype, shape, _) in facts.items()})
     for t in sent.values():
-        as_bytes(t).copy_(data[begin : begin + t.nbytes])
+        as_bytes(t).copy_(message[begin : begin + t.nbytes])
         begin += t.nbytes
     return unflatten(skeleton, {**shared, **sent})
 
@@ -76,45 +74,38 @@ def _read(head: bytes, data: Tensor, shared: Mapping[str, Tensor]) -> Any:
 class _Link:
     """Collectives of bytes on the host, each recorded in a ledger."""
 
-    def __init__(self, ledger: Ledger, group: dist.ProcessGroup | None) -> None:
-        self._ledger, self._group, self._device = ledger, group, device_of(group)
-        self.rank, self.workers = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger, self._device = ledger, wire_device()
+        self.rank, self._workers = dist.get_rank(), dist.get_world_size()
 
     def from_first(self, data: bytes) -> bytes:
         """Return worker 0's data on all."""
-        length = torch.tensor([len(data)], device=self._device)
-        self._broadcast(length)
-        room = torch.zeros(int(length), dtype=torch.uint8)
-        if self.rank == 0:
-            room = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return self._broadcast(room.to(self._device)).cpu().numpy().tobytes()
+        length = self._broadcast(torch.tensor([len(data)]))
+        if self.rank > 0:
+            data = bytes(int(length))
+        return self._broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8)).numpy().tobytes()
 
-    def all(self, row: Tensor) -> Tensor:
-        """Return the row of every worker."""
-        rows = torch.zeros(self.workers, *row.shape, dtype=row.dtype, device=self._device)
-        dist.all_gather(list(rows), row.to(self._device), group=self._group)
-        self._record("all_gather", row)
-        return rows.cpu()
-
-    def at_first(self, message: Tensor, longest: int) -> list[Tensor]:
-        """Return the messages of all workers on worker 0, each of `longest` bytes, in pieces; none on the others."""
-        messages = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.workers)] if self.rank == 0 else []
+    def at_first(self, message: Tensor) -> list[Tensor]:
+        """Return the messages of all workers on worker 0, in pieces and as long as the longest; none on the others."""
+        longest = lowest_and_highest(message.numel())[1]
+        messages = [torch.empty(longest, dtype=torch.uint8) for _ in range(self._workers)] if self.rank == 0 else []
         for begin in range(0, longest, PIECE_BYTES):
             size = min(PIECE_BYTES, longest - begin)
             piece = torch.zeros(size, dtype=torch.uint8, device=self._device)
             own = message[begin : begin + size]  # shorter than `size`, or empty, if this worker's message has ended
             piece[: own.numel()].copy_(own)
             pieces = [torch.empty_like(piece) for _ in messages]
-            dist.gather(piece, pieces or None, group=self._group, group_dst=0)
+            dist.gather(piece, pieces or None, dst=0)
             self._record("gather", piece)
             for whole, each in zip(messages, pieces, strict=True):
                 whole[begin : begin + size].copy_(each)
         return messages
 
     def _broadcast(self, t: Tensor) -> Tensor:
-        dist.broadcast(t, group=self._group, group_src=0)
+        t = t.to(self._device)
+        dist.broadcast(t, src=0)
         self._record("broadcast", t)
-        return t
+        return t.cpu()
 
     def _record(self, op: str, t: Tensor) -> None:
-        self._ledger.record(op, t.nbytes, self.workers, phase="checkpoint", distance=self.rank)
+        self._ledger.record(op, t.nbytes, self._workers, phase="checkpoint", distance=self.rank)

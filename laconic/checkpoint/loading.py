@@ -1,4 +1,4 @@
-"""Find the newest checkpoint that is undamaged, and read the state of a worker from it."""
+"""Find the newest checkpoint that is undamaged, on one worker or on all, and read the state of a worker from it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from laconic.checkpoint.files import check_file, read_manifest, read_state, worker_file
-from laconic.checkpoint.folder import complete, discard
-from laconic.checkpoint.workers import lowest_and_highest, resolve_worker
+import torch
+import torch.distributed as dist
+
+from laconic.checkpoint.files import check_file, complete, discard, read_manifest, read_state, worker_file
 from laconic.errors import CheckpointError
+from laconic.values import is_whole
 
 logger = logging.getLogger("laconic.checkpoint")
 
@@ -170,3 +172,32 @@ def rewind(folder: StrPath, step: int) -> list[Checkpoint]:
     for each in later:
         discard(each.path)
     return later
+
+
+def resolve_worker(worker: int | None, workers: int | None) -> tuple[int, int | None]:
+    """Check the index of a worker; by default it is the rank in torch.distributed, or 0 of 1."""
+    if worker is None and workers is None:
+        return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+    if worker is None or not is_whole(worker, 0) or not (workers is None or is_whole(workers, worker + 1)):
+        raise ValueError(f"worker={worker!r}, workers={workers!r}: give whole numbers, such as worker=0, workers=4.")
+    return worker, workers
+
+
+def is_distributed() -> bool:
+    """Return whether torch.distributed has a default group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def lowest_and_highest(value: int) -> tuple[int, int]:
+    """Compare a value with those of the other workers."""
+    if not is_distributed():
+        return value, value
+    ends = torch.tensor([value, -value], device=wire_device())
+    dist.all_reduce(ends, dist.ReduceOp.MIN)
+    return int(ends[0]), -int(ends[1])
+
+
+def wire_device() -> torch.device:
+    """Return where tensors must be that travel in the default group: on the CPU, if one of its backends serves it."""
+    has_cpu = "cpu:" in dist.get_backend_config()  # such as "cpu:gloo,cuda:nccl"
+    return torch.device("cpu" if has_cpu else "cuda")

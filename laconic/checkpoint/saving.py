@@ -19,46 +19,26 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch.distributed as dist
 from torch import Tensor
 
 from laconic.atomic_write import write_atomically
 from laconic.checkpoint import files
-from laconic.checkpoint import folder as folders
-from laconic.checkpoint.loading import StrPath, checkpoints, verify
+from laconic.checkpoint.loading import StrPath, checkpoints, is_distributed, resolve_worker, verify
 from laconic.checkpoint.state import copy_to_host, flatten
-from laconic.checkpoint.workers import Barrier, resolve_barrier, resolve_worker
 from laconic.errors import CheckpointError
 from laconic.values import is_number, is_whole
 
 logger = logging.getLogger("laconic.checkpoint")
 
+Barrier: TypeAlias = Callable[[], object] | dist.ProcessGroup | None
+
 _VISIBLE_WITHIN_S = 5.0
 """How long a shared file system may take to show what another worker created."""
-
-
-class Saving:
-    """A save that is running or has ended. Waiting is optional: the next save waits for it, and so does the exit."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.error: CheckpointError | None = None
-        """Why it failed; None while it runs, and if the checkpoint is in place."""
-        self._ended = threading.Event()
-
-    @property
-    def ended(self) -> bool:
-        """Whether it succeeded or failed."""
-        return self._ended.is_set()
-
-    def wait(self) -> bool:
-        """Wait until it has ended, and return whether the checkpoint is in place."""
-        self._ended.wait()
-        return self.error is None
 
 
 _last: dict[tuple[str, int], Saving] = {}
@@ -95,24 +75,24 @@ def save(
     _check("step", step, is_whole(step, 0) and step < 2**63, "a whole number from 0 up, such as session.step")
     _check("keep", keep, is_whole(keep), "a whole number from 1 up, such as 10**9 to keep all")
     _check("timeout_s", timeout_s, is_number(timeout_s) and timeout_s > 0, "a number of seconds above 0")
-    call_barrier = resolve_barrier(barrier, workers := workers or 1)
+    call_barrier = _barrier_of(barrier, workers := workers or 1)
     key = (os.path.realpath(folder), worker)
     if key in _last:
         _last[key].wait()
-    task, saving = SaveTask(Path(folder), step, worker, workers, keep, timeout_s), Saving(step)
+    saving = Saving(Path(folder), step, worker, workers, keep, timeout_s)
     problem: Exception | None = None
     # 1. Worker 0 makes the temporary folder, and the others find it. A full disk is reported after the barriers.
     try:
-        task.begin()
+        saving._begin()
     except (OSError, CheckpointError) as error:
         problem = error
     try:
         call_barrier()
-        task.find()
+        saving._find()
         call_barrier()
         skeleton, tensors = flatten(state)  # a wrong `state` raises here, after the barriers where the others wait
     except BaseException:
-        task.cancel()
+        saving._cancel()
         raise
     # 2. Copy what the caller may change next.
     try:
@@ -120,12 +100,11 @@ def save(
     except (RuntimeError, MemoryError) as error:
         problem = error
     # 3. Write, in this thread or in another.
-    finish = partial(_finish, task, saving, skeleton, tensors, problem)
     if not wait:
         _last[key] = saving
-        threading.Thread(target=finish, name=f"save step {step}").start()
+        threading.Thread(target=saving._finish, args=(skeleton, tensors, problem), name=f"save step {step}").start()
         return saving
-    finish()
+    saving._finish(skeleton, tensors, problem)
     if saving.error is not None:
         raise saving.error
     return saving
@@ -136,125 +115,153 @@ def _check(name: str, value: object, valid: bool, rule: str) -> None:
         raise ValueError(f"save({name}={value!r}): {name} must be {rule}.")
 
 
-def _finish(
-    task: SaveTask, saving: Saving, skeleton: Any, tensors: Mapping[str, Tensor], problem: Exception | None
-) -> None:
-    """Write a state, in any thread, unless there is a problem already; set the error of `saving` if that fails."""
-    try:
-        if problem is not None:
-            raise problem
-        task.finish(skeleton, tensors)
-        logger.info("step %d is saved in %s", task.step, task.folder)
-    except BaseException as error:
-        task.cancel()
-        saving.error = CheckpointError(
-            f"step {task.step} was not saved in {task.folder}: {error}\n  The older checkpoints are as they were. "
-            "The next save tries again; if the disk is full, free some space or keep fewer."
+def _barrier_of(barrier: Barrier, workers: int) -> Callable[[], object]:
+    """Return the callable that waits for all workers."""
+    if workers == 1:
+        return lambda: None
+    if callable(barrier):
+        return barrier
+    if not is_distributed() or dist.get_world_size(barrier) != workers:
+        raise ValueError(
+            f"save(workers={workers}, barrier={barrier!r}): the workers must wait for each other. Give a process group "
+            "of those that save, or a callable that returns when all have called it."
         )
-        saving.error.__cause__ = error
-        if not isinstance(error, Exception):
-            raise
-        logger.error("%s", saving.error)
-        del tensors  # the traceback would keep the copied tensors alive
-        traceback.clear_frames(error.__traceback__)
-    finally:
-        saving._ended.set()
+    return lambda: dist.barrier(barrier)
 
 
-@dataclass
-class SaveTask:
-    """What one worker does to save one checkpoint. Nothing appears unless all workers succeed."""
+class Saving:
+    """A save that is running or has ended. Waiting is optional: the next save waits for it, and so does the exit.
 
-    folder: Path
-    step: int
-    worker: int
-    workers: int
-    keep: int
-    timeout_s: float
-    temporary: Path | None = None
-    """The folder that the workers write to: worker 0 makes it, and renames it at the end."""
+    What this worker does to save one checkpoint. Nothing appears unless all workers succeed.
+    """
 
-    def begin(self) -> None:
+    def __init__(self, folder: Path, step: int, worker: int, workers: int, keep: int, timeout_s: float) -> None:
+        self.step = step
+        self.error: CheckpointError | None = None
+        """Why it failed; None while it runs, and if the checkpoint is in place."""
+        self._folder, self._worker, self._workers = folder, worker, workers
+        self._keep, self._timeout_s = keep, timeout_s
+        self._temporary: Path | None = None
+        """The folder that the workers write to: worker 0 makes it, and renames it at the end."""
+        self._ended = threading.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it succeeded or failed."""
+        return self._ended.is_set()
+
+    def wait(self) -> bool:
+        """Wait until it has ended, and return whether the checkpoint is in place."""
+        self._ended.wait()
+        return self.error is None
+
+    def _begin(self) -> None:
         """Before the first barrier: worker 0 makes the temporary folder."""
-        if self.worker > 0:
+        if self._worker > 0:
             return
-        if later := [each.step for each in verify(self.folder, after=self.step) if each.good]:
+        if later := [each.step for each in verify(self._folder, after=self.step) if each.good]:
             raise CheckpointError(
-                f"{self.folder} already has step {later[-1]}, which is later. A folder holds one run, and its steps "
+                f"{self._folder} already has step {later[-1]}, which is later. A folder holds one run, and its steps "
                 "grow: load that step, save to another folder, or call rewind(folder, step=...) to go back."
             )
-        self.temporary = folders.make_temporary(self.folder, self.step)
+        self._temporary = files.make_temporary(self._folder, self.step)
 
-    def find(self) -> bool:
+    def _find(self) -> bool:
         """Between the barriers: the others find it, and return whether they do. Worker 0 cannot have removed it yet."""
-        if self.worker > 0 and self.temporary is None:
+        if self._worker > 0 and self._temporary is None:
             with suppress(CheckpointError):
-                self.temporary = folders.find_temporary(self.folder, self.step)
-        return self.temporary is not None
+                self._temporary = files.find_temporary(self._folder, self.step)
+        return self._temporary is not None
 
-    def finish(self, skeleton: Any, tensors: Mapping[str, Tensor]) -> None:
-        """After the barriers, and in any thread: write this worker's file, and complete the checkpoint."""
+    def _finish(self, skeleton: Any, tensors: Mapping[str, Tensor], problem: Exception | None) -> None:
+        """After the barriers, in any thread: write, unless there is a problem already. A failure becomes `error`."""
+        try:
+            if problem is not None:
+                raise problem
+            self._write(skeleton, tensors)
+            logger.info("step %d is saved in %s", self.step, self._folder)
+        except BaseException as error:
+            self._cancel()
+            self.error = CheckpointError(
+                f"step {self.step} was not saved in {self._folder}: {error}\n  The older checkpoints are as they were. "
+                "The next save tries again; if the disk is full, free some space or keep fewer."
+            )
+            self.error.__cause__ = error
+            if not isinstance(error, Exception):
+                raise
+            logger.error("%s", self.error)
+            del tensors  # the traceback would keep the copied tensors alive
+            traceback.clear_frames(error.__traceback__)
+        finally:
+            self._ended.set()
+
+    def _write(self, skeleton: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Write this worker's file, and complete the checkpoint."""
         # 1. The file, then its record. A shared file system may show the folder late.
-        _wait_until(self.find, min(self.timeout_s, _VISIBLE_WITHIN_S))
-        temporary = self.temporary
+        _wait_until(self._find, min(self._timeout_s, _VISIBLE_WITHIN_S))
+        temporary = self._temporary
         if temporary is None:
             raise CheckpointError(
-                f"worker {self.worker} does not see a temporary folder in {self.folder}: worker 0 could not create it, "
-                "or they do not share the folder. With a disk for each worker, save with worker=0, workers=1."
+                f"worker {self._worker} does not see a temporary folder in {self._folder}: worker 0 could not create "
+                "it, or they do not share the folder. With a disk for each worker, save with worker=0, workers=1."
             )
         try:
-            record = files.write_flat(temporary / files.worker_file(self.worker), skeleton, tensors)
-            write_atomically(self._record_path(self.worker), json.dumps(asdict(record)).encode())
+            record = files.write_state(temporary / files.worker_file(self._worker), skeleton, tensors)
+            write_atomically(self._record_path(self._worker), json.dumps(asdict(record)).encode())
         except Exception as error:
             if not temporary.is_dir():  # worker 0 has removed it, and this error only follows from that
                 raise _cancelled() from error
             raise
         # 2. Worker 0 puts the checkpoint in place when all records are there; the others wait for that.
-        if self.worker > 0:
+        if self._worker > 0:
             self._wait_for_commit(temporary, record)
             return
-        files.write_manifest(temporary, self.step, self._collect_records())
-        folders.put_in_place(temporary, self.step)
+        write_atomically(temporary / files.MANIFEST, files.manifest(self.step, self._collect_records()))
+        files.put_in_place(temporary, self.step)
         # 3. Worker 0 removes what is older than the last `keep` good checkpoints.
         kept = 0
-        for each in reversed(checkpoints(self.folder)):
+        for each in reversed(checkpoints(self._folder)):
             if each.step <= self.step:  # later ones are damaged, and not ours to remove
-                if kept >= self.keep:
-                    folders.discard(each.path)
+                if kept >= self._keep:
+                    files.discard(each.path)
                 kept += each.good
 
-    def cancel(self) -> None:
+    def _cancel(self) -> None:
         """After a failure: worker 0 removes the temporary folder, and another worker leaves an empty record there."""
-        if self.temporary is not None:
-            with suppress(OSError):
-                folders.discard(self.temporary) if self.worker == 0 else self._record_path(self.worker).write_bytes(b"")
+        if self._temporary is None:
+            return
+        with suppress(OSError):
+            if self._worker == 0:
+                files.discard(self._temporary)
+            else:
+                self._record_path(self._worker).write_bytes(b"")
 
     def _record_path(self, worker: int) -> Path:
-        assert self.temporary is not None
-        return self.temporary / f"worker-{worker:05d}.json"
+        assert self._temporary is not None
+        return self._temporary / f"worker-{worker:05d}.json"
 
     def _collect_records(self) -> list[files.FileRecord]:
         """Wait for the records of all workers, and remove their files."""
-        paths = [self._record_path(worker) for worker in range(self.workers)]
+        paths = [self._record_path(worker) for worker in range(self._workers)]
 
         def read() -> dict[int, str]:
             return {worker: path.read_text() for worker, path in enumerate(paths) if path.exists()}
 
-        _wait_until(lambda: len(found := read()) == self.workers or "" in found.values(), self.timeout_s)
+        _wait_until(lambda: len(found := read()) == self._workers or "" in found.values(), self._timeout_s)
         found = read()
         if failed := [worker for worker, text in found.items() if not text]:
             raise CheckpointError(f"worker {failed[0]} could not write its file; its own error gives the reason.")
-        if missing := sorted(set(range(self.workers)) - set(found)):
-            raise CheckpointError(f"workers {missing} did not write their files within {self.timeout_s} s.")
+        if missing := sorted(set(range(self._workers)) - set(found)):
+            raise CheckpointError(f"workers {missing} did not write their files within {self._timeout_s} s.")
         for path in paths:
             os.unlink(path)
         return [files.FileRecord(**json.loads(text)) for text in found.values()]
 
     def _wait_for_commit(self, temporary: Path, record: files.FileRecord) -> None:
-        if not _wait_until(lambda: folders.find_temporary(self.folder, self.step) != temporary, self.timeout_s):
-            raise CheckpointError(f"worker 0 did not complete the checkpoint within {self.timeout_s} s.")
+        if not _wait_until(lambda: files.find_temporary(self._folder, self.step) != temporary, self._timeout_s):
+            raise CheckpointError(f"worker 0 did not complete the checkpoint within {self._timeout_s} s.")
         with suppress(CheckpointError, OSError):
-            if files.read_manifest(folders.final_path(self.folder, self.step), self.step)[self.worker] == record:
+            if files.read_manifest(files.final_path(self._folder, self.step), self.step)[self._worker] == record:
                 return
         raise _cancelled()
 

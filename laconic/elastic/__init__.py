@@ -15,9 +15,8 @@ When a worker dies or stops, the others go back to the last committed step and c
 workers join after a synchronisation. Only a torch store must outlive the workers.
 """
 
-from laconic.elastic.history import Committed
+from laconic.elastic.history import Committed, Samples
 from laconic.elastic.run import Run, Step
-from laconic.elastic.samples import Samples
 from laconic.elastic.world import ElasticWorld, join, serve
 from laconic.errors import (
     DamagedStateError,

@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from laconic.elastic.heartbeat import HeartbeatMonitor
-from laconic.elastic.store import BoundedStore
+from laconic.elastic.store import BoundedStore, HeartbeatMonitor
 from laconic.errors import QuorumError
 
 POLL_S = 0.03

@@ -25,11 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laconic import DisagreementError, LostWorkerError, Never, Session
-from laconic.elastic.group import connect, leave, regroup
-from laconic.elastic.history import Committed, History, SnapshotStore
+from laconic.elastic.group import connect, leave, regroup, transfer
+from laconic.elastic.history import Committed, History, SampleLedger, Samples, SnapshotStore
 from laconic.elastic.rendezvous import Member, Membership
-from laconic.elastic.samples import SampleLedger, Samples
-from laconic.elastic.state_transfer import transfer
 from laconic.elastic.world import ElasticWorld
 from laconic.errors import ElasticError, EndedError, ReplacedError, StoreLostError
 from laconic.session.session import Stateful

@@ -12,11 +12,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from laconic.elastic.heartbeat import HeartbeatMonitor
 from laconic.elastic.rendezvous import Membership, Rendezvous, Rules
-from laconic.elastic.store import POLL_S, BoundedStore
+from laconic.elastic.store import POLL_S, BoundedStore, HeartbeatMonitor
 from laconic.errors import StoreLostError
-from laconic.torch_private.elastic import PrefixStore, Store, TCPStore
+from laconic.torch_private.distributed import PrefixStore, Store, TCPStore
 from laconic.values import is_whole
 
 CONNECT_S = 30.0

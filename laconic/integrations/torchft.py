@@ -30,14 +30,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from laconic import Session
-from laconic.elastic.group import connect, leave, regroup
+from laconic.elastic.group import connect, leave, regroup, transfer
 from laconic.elastic.history import Committed, History
 from laconic.elastic.rendezvous import Member, Membership
 from laconic.elastic.run import CommitClock, Step, is_loss, objects_of
-from laconic.elastic.state_transfer import transfer
 from laconic.elastic.store import BoundedStore, CancelCheck
 from laconic.session.session import Stateful
-from laconic.torch_private.elastic import Store
+from laconic.torch_private.distributed import Store
 
 logger = logging.getLogger("laconic.torchft")
 

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from laconic import Session
 from laconic.checkpoint.files import read_state, write_state
-from laconic.checkpoint.loading import StrPath
+from laconic.checkpoint.loading import StrPath, lowest_and_highest, resolve_worker
 from laconic.checkpoint.resizing import resize as resize_states
-from laconic.checkpoint.workers import lowest_and_highest, resolve_worker
+from laconic.checkpoint.state import flatten
 from laconic.errors import CheckpointError
 
 FORMAT = "laconic worker 1"
@@ -59,7 +59,7 @@ def save_own(folder: Path, session: Session, name: str = "laconic") -> None:
         moments = [optimizer.state_dict() for optimizer in session.optimizers]
         state["own"] = {"tensors": _tensors(session), "optimizers": moments}
     folder.mkdir(parents=True, exist_ok=True)  # a worker may come before the first, which makes it
-    write_state(folder / file_name(worker, name), state)
+    write_state(folder / file_name(worker, name), *flatten(state))
 
 
 def check_resize(call: str, resize: object) -> None:

@@ -77,7 +77,7 @@ def power_sgd(
             raise ValueError(
                 f"power_sgd(rank={rank!r}, bytes={bytes!r}): the rank follows from the bytes. Give one of them."
             )
-        from laconic.plans.rules import power_sgd_target  # rules.py imports this file
+        from laconic.plans.targets import power_sgd_target  # targets.py imports this file
 
         return power_sgd_target(bytes, options)
     codec: Codec = LowRank(32 if rank is None else rank, min_compression, rounds, warm_start, seed, bits)
@@ -240,7 +240,7 @@ def frugal(bytes: str = "60x", start: int = 1, delay: int = 0, group: Group = No
     >>> frugal("30x")
     frugal(bytes='30x')
     """
-    from laconic.plans.rules import frugal_target  # rules.py imports this file
+    from laconic.plans.targets import frugal_target  # targets.py imports this file
 
     return frugal_target(bytes, start, delay, _topology("frugal", group))
 

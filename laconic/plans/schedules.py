@@ -168,7 +168,17 @@ class Nested:
             _check_steps("Nested", start=self.start, period=period)
             if not is_whole(size):
                 raise ValueError(f"Nested({self.groups!r}): groups of {size!r}: a group must have at least 1 worker.")
-        _check_growth(self.groups)
+        for (period, size), (next_period, next_size) in pairwise(self.groups.items()):
+            if next_period <= period:
+                raise ValueError(
+                    f"Nested({self.groups!r}): period {next_period} follows {period}. Periods must increase from level "
+                    "to level."
+                )
+            if next_size <= size or next_size % size:
+                raise ValueError(
+                    f"Nested({self.groups!r}): groups of {next_size} follow groups of {size}. Each size must be a "
+                    "multiple of the one before it, so that smaller groups fit into larger ones."
+                )
 
     @property
     def period(self) -> int:
@@ -347,18 +357,4 @@ def _check_steps(what: str, *, start: object, period: object, period_name: str =
         if not is_whole(value):
             raise ValueError(
                 f"{what}({name}={value!r}): {name} must be a whole number of at least 1, as steps count from 1."
-            )
-
-
-def _check_growth(groups: Mapping[int, int]) -> None:
-    levels = list(groups.items())
-    for (period, size), (next_period, next_size) in pairwise(levels):
-        if next_period <= period:
-            raise ValueError(
-                f"Nested({groups!r}): period {next_period} follows {period}. Periods must increase from level to level."
-            )
-        if next_size <= size or next_size % size:
-            raise ValueError(
-                f"Nested({groups!r}): groups of {next_size} follow groups of {size}. Each size must be a "
-                "multiple of the one before it, so that smaller groups fit into larger ones."
             )

@@ -12,21 +12,7 @@ from typing import Any
 
 from laconic.codecs import ByName, ByShape, Cast, ErrorFeedback, Exact, LowRank, Quantized, TopDCT, TopK
 from laconic.errors import PlanError
-from laconic.plans.methods import (
-    alone,
-    ddp,
-    demo,
-    diloco,
-    few_bit_deltas,
-    frugal,
-    hierarchical_sgd,
-    post_local_sgd,
-    power_sgd,
-    qsr,
-    quantized_ddp,
-    sparse_loco,
-    streaming_diloco,
-)
+from laconic.plans import methods
 from laconic.plans.outer import Nesterov, Optim
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Every, Nested, Never, Quadratic, Streaming, Timed
@@ -36,14 +22,14 @@ from laconic.values import call
 _METHODS: dict[str, Callable[..., Plan]] = {
     method.__name__: method
     for method in (
-        *(ddp, alone, power_sgd, quantized_ddp, demo, sparse_loco),
-        *(post_local_sgd, hierarchical_sgd, diloco, streaming_diloco, qsr),
+        *(methods.ddp, methods.alone, methods.power_sgd, methods.quantized_ddp, methods.demo, methods.sparse_loco),
+        *(methods.post_local_sgd, methods.hierarchical_sgd, methods.diloco, methods.streaming_diloco, methods.qsr),
     )
 }
 """The named methods that a plan may print as. Of several that make the same one, it prints as the first."""
 _VOCABULARY: dict[str, Callable[..., object]] = {
     **_METHODS,
-    "frugal": frugal,
+    "frugal": methods.frugal,
     **{kind.__name__: kind for kind in (Plan, Every, Never, Nested, Quadratic, Streaming, Timed)},
     **{kind.__name__: kind for kind in (Nesterov, Optim, World, Groups)},
     **{kind.__name__: kind for kind in (Exact, Cast, LowRank, Quantized, TopDCT, TopK)},
@@ -71,7 +57,7 @@ def call_of(plan: Plan) -> str | None:
             if made == plan:
                 always = {name for name in _ALWAYS_SHOWN if given.get(name) is not None}
                 shown = {p.name for p in parameters if given[p.name] != p.default} | always
-                if given.get("codec") == few_bit_deltas():
+                if given.get("codec") == methods.few_bit_deltas():
                     shown.discard("codec")
                 return call(name, {key: value for key, value in given.items() if key in shown})
     return None
@@ -112,7 +98,7 @@ def register(method: Callable[[], Plan]) -> None:
 def plan(text: str) -> Plan:
     """Parse a plan from its text; nothing is evaluated. "auto" is `auto()`, which measures and chooses one.
 
-    >>> plan("power_sgd(rank=2)") == power_sgd(rank=2)
+    >>> plan("power_sgd(rank=2)") == methods.power_sgd(rank=2)
     True
     >>> plan("power_sdg(rank=2)")
     Traceback (most recent call last):
@@ -130,12 +116,12 @@ def plan(text: str) -> Plan:
 def plan_from_env(default: Plan | None = None) -> Plan:
     """Return the plan that `laconic compare --script` sets in LACONIC_PLAN, else `default`, else `ddp()`.
 
-    >>> plan_from_env(default=power_sgd(rank=2))
+    >>> plan_from_env(default=methods.power_sgd(rank=2))
     power_sgd(rank=2, bits=4)
     """
     text = os.environ.get("LACONIC_PLAN")
     if text is None:
-        return ddp() if default is None else default
+        return methods.ddp() if default is None else default
     return plan(text)
 
 

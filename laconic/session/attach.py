@@ -50,8 +50,7 @@ from laconic.session.session import Session
 from laconic.session.stop import StepHeaders, Stop
 from laconic.session.weights import Anchors, Commit, WeightSync, check_choices
 from laconic.torch_private.fsdp import find_units
-from laconic.torch_private.optimizers import runs_hooks
-from laconic.torch_private.steps import skips_itself
+from laconic.torch_private.steps import runs_hooks, skips_itself
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,8 @@ from laconic.session.gradients import MANUAL, GradientAverager, sparse_tables
 from laconic.session.live_model import LiveModel, local_of
 from laconic.session.scaling import ScaledSteps
 from laconic.session.stop import StepHeaders
-from laconic.torch_private.autograd import at_end_of_backward
-from laconic.torch_private.compiled import clean
 from laconic.torch_private.distributed import is_joining
+from laconic.torch_private.modules import at_end_of_backward, clean
 
 if TYPE_CHECKING:
     from laconic.torch_private.distributed import GradBucket

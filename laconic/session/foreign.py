@@ -28,9 +28,8 @@ from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
 from laconic.plans.plan import Plan
 from laconic.session.live_model import LiveModel
-from laconic.torch_private.compiled import inside_compiled
-from laconic.torch_private.modules import ddp_models_of
-from laconic.torch_private.optimizers import running_steps, runs_hooks
+from laconic.torch_private.modules import ddp_models_of, inside_compiled
+from laconic.torch_private.steps import running_steps, runs_hooks
 
 if TYPE_CHECKING:
     from laconic.session.session import Session

@@ -37,9 +37,9 @@ from laconic.session.gradients import MANUAL, GradientAverager
 from laconic.session.live_model import local_of, same_tensors
 from laconic.session.scaling import ScaledSteps
 from laconic.session.stop import StepHeaders
-from laconic.torch_private.autograd import at_end_of_backward, backward_id
 from laconic.torch_private.distributed import flat_group
 from laconic.torch_private.fsdp import Unit
+from laconic.torch_private.modules import at_end_of_backward, backward_id
 
 logger = logging.getLogger(__name__)
 

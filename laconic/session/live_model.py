@@ -27,8 +27,7 @@ from laconic.exchange import Exchange, First, Mean, State, all_finite
 from laconic.packing import bucketed, pack, unpack
 from laconic.plans.schedules import Payload
 from laconic.plans.targets import Kind, ModelFacts
-from laconic.torch_private.compiled import clean
-from laconic.torch_private.modules import tensors_of
+from laconic.torch_private.modules import clean, tensors_of
 
 logger = logging.getLogger(__name__)
 

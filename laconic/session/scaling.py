@@ -23,8 +23,7 @@ from laconic.session.foreign import report_step
 from laconic.session.live_model import LiveModel, local_of
 from laconic.torch_private import steps
 from laconic.torch_private.foreach import divide_all, multiply_all
-from laconic.torch_private.grad_scaler import always_call, call_as_before, scale_of
-from laconic.torch_private.optimizers import is_nested_step
+from laconic.torch_private.steps import always_call, call_as_before, is_nested_step, scale_of
 from laconic.values import is_number
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]

@@ -1,4 +1,4 @@
-"""Process groups: backends by device, their names and timeouts, the default store."""
+"""Process groups: backends by device, names and timeouts; stores with their types; the default group, made again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as GradBucket
-from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them without types
+from torch._C._distributed_c10d import PrefixStore as PrefixStore  # torch.distributed has the stores without types
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
@@ -86,6 +88,25 @@ def group_store(group: ProcessGroup) -> Store:
 def flat_group(mesh: DeviceMesh) -> ProcessGroup:
     """Return the group of all workers of a mesh of several dimensions."""
     return mesh._flatten().get_group()
+
+
+def reset_group_names() -> None:
+    """Restart the counter that names new groups.
+
+    All members must use the same names, and a group that failed to form leaves the counters different.
+    """
+    dist.distributed_c10d._world.group_count = 0
+
+
+def all_groups() -> list[ProcessGroup]:
+    """Return every process group of this process."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def set_timeout(group: ProcessGroup, timeout_s: float) -> None:
+    """Change how long torch lets a collective of a group take. Public in torch since 2.14."""
+    change = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
+    change(timedelta(seconds=timeout_s), group)
 
 
 def _default_device(group: ProcessGroup) -> torch.device:

@@ -1,15 +1,20 @@
-"""Modules: all parameters and buffers in one quick walk, and the DDP models that hold given parameters.
+"""Models: all parameters and buffers in one quick walk, the DDP models that hold given parameters, the model inside a
+compiled one, and the backward that is running.
 
-`named_parameters()` takes five times as long, and the session walks at every synchronisation.
+`named_parameters()` takes five times as long as `tensors_of`, and the session walks at every synchronisation.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+
+_COMPILED = "_orig_mod"
 
 
 def tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -49,3 +54,27 @@ def _ddp_models_of(parameters: Collection[int]) -> list[DistributedDataParallel]
 def _with_subclasses(kind: type) -> set[type]:
     derived: list[type] = kind.__subclasses__()
     return {kind}.union(*map(_with_subclasses, derived))
+
+
+def inside_compiled(model: nn.Module) -> nn.Module | None:
+    """Return the model inside one of torch.compile; None for another model."""
+    return getattr(model, _COMPILED) if type(model).__name__ == "OptimizedModule" else None
+
+
+def clean(name: str) -> str:
+    """Remove what torch.compile puts into a parameter's name.
+
+    >>> clean("_orig_mod.layers.0._orig_mod.weight")
+    'layers.0.weight'
+    """
+    return name.replace(f"{_COMPILED}.", "")
+
+
+def backward_id() -> int:
+    """Return the id of the backward pass that is running in this thread, or -1. FSDP itself uses it."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward pass that is running ends, as FSDP does."""
+    Variable._execution_engine.queue_callback(callback)

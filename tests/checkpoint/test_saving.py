@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from laconic import checkpoint
-from laconic.checkpoint import CheckpointError
-from laconic.checkpoint import folder as folders
+from laconic.checkpoint import CheckpointError, files
 from tests.checkpoint.trees import same
 
 
@@ -228,18 +227,18 @@ def test_ctrl_c_during_a_save_leaves_nothing_and_the_next_save_works(tmp_path, m
 
 def test_what_is_removed_loses_its_name_before_its_contents(tmp_path, monkeypatch):
     """Else a file that another worker writes meanwhile keeps the folder there, and the others wait for its end."""
-    path = folders.make_temporary(tmp_path, 2)
+    path = files.make_temporary(tmp_path, 2)
     (path / "worker-00000.safetensors").write_bytes(b"0")
     remove = shutil.rmtree
 
     def remove_late(gone: Path, ignore_errors: bool) -> None:
         with pytest.raises(FileNotFoundError):
             (path / "worker-00001.json").write_bytes(b"")
-        assert folders.find_temporary(tmp_path, 2) is None
+        assert files.find_temporary(tmp_path, 2) is None
         remove(gone, ignore_errors=ignore_errors)
 
     monkeypatch.setattr(shutil, "rmtree", remove_late)
-    folders.discard(path)
+    files.discard(path)
     assert names(tmp_path) == []
 
 

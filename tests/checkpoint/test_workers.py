@@ -16,7 +16,6 @@ from torch import nn
 import laconic
 from laconic import checkpoint
 from laconic.checkpoint import CheckpointError
-from laconic.checkpoint.saving import SaveTask
 from tests.checkpoint.trees import same
 from tests.workers import run_workers
 
@@ -111,12 +110,12 @@ def test_without_worker_0_the_others_fail(tmp_path):
 
 def test_a_worker_left_over_from_an_earlier_run_changes_nothing(tmp_path):
     """It would write to a folder of the same name that a new run has made."""
-    orphan = SaveTask(tmp_path, step=1, worker=1, workers=2, keep=3, timeout_s=1)
+    orphan = checkpoint.Saving(tmp_path, step=1, worker=1, workers=2, keep=3, timeout_s=1)
     (tmp_path / ".step-00000001.0123abcd.tmp").mkdir()
-    orphan.find()
+    orphan._find()
     first = checkpoint.save(tmp_path, "new 0", step=1, worker=0, workers=2, barrier=list, wait=False)
-    with pytest.raises(CheckpointError, match="worker 0 cancelled the save"):
-        orphan.finish("old 1", {})
+    orphan._finish("old 1", {}, problem=None)
+    assert "worker 0 cancelled the save" in str(orphan.error)
     assert not first.ended
     checkpoint.save(tmp_path, "new 1", step=1, worker=1, workers=2, barrier=list)
     assert first.wait()

@@ -14,13 +14,23 @@ from torch._C._distributed_c10d import HashStore
 import laconic
 from laconic import elastic
 from laconic.data import ElasticSampler
-from laconic.elastic.group import leave
-from laconic.elastic.heartbeat import HeartbeatMonitor
+from laconic.elastic.group import leave, receive, send
 from laconic.elastic.history import Snapshot
 from laconic.elastic.rendezvous import Member, Membership, Rendezvous, Rules
 from laconic.elastic.run import CommitClock, objects_of
-from laconic.elastic.state_transfer import receive, send
-from laconic.elastic.store import BoundedStore
+from laconic.elastic.store import BoundedStore, HeartbeatMonitor
+
+
+def attached(plan="ddp()"):
+    """Attach a plan to a small model, as if alone."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return laconic.attach(plan, model, optimizer), model, optimizer
+
+
+def alone():
+    """Join a run that has no other worker."""
+    return elastic.join(HashStore(), id=0, heartbeat_timeout_s=0.5)
 
 
 def membership(*held):
@@ -225,10 +235,8 @@ def test_no_group_is_kept_alive_for_a_fragment_that_a_commit_has_waited_for(monk
         leave(timeout_s, *others)
 
     monkeypatch.setattr("laconic.elastic.run.leave", note)
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = laconic.attach("streaming_diloco(period=2, fragments=2, delay=1)", model, optimizer)
-    world = elastic.join(HashStore(), id=0, heartbeat_timeout_s=0.5)
+    session, model, optimizer = attached("streaming_diloco(period=2, fragments=2, delay=1)")
+    world = alone()
     with elastic.Run(world, session, model, optimizer) as run:
         for step in run.steps(100):
             with step:
@@ -240,12 +248,10 @@ def test_no_group_is_kept_alive_for_a_fragment_that_a_commit_has_waited_for(monk
 
 
 def test_an_error_in_the_body_of_a_step_is_raised():
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = laconic.attach(laconic.ddp(), model, optimizer)
+    session, model, optimizer = attached()
 
     def train() -> None:
-        with elastic.Run(elastic.join(HashStore(), id=0, heartbeat_timeout_s=0.5), session, model, optimizer) as run:
+        with elastic.Run(alone(), session, model, optimizer) as run:
             for step in run.steps(5):
                 with step:
                     raise ZeroDivisionError
@@ -258,12 +264,10 @@ def test_an_error_in_the_body_of_a_step_is_raised():
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_sampler_that_is_made_in_the_loop_is_refused(lost):
     """It would be missing in the snapshot to which a loss takes the run back."""
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = laconic.attach(laconic.ddp(), model, optimizer)
+    session, model, optimizer = attached()
 
     def train() -> None:
-        with elastic.Run(elastic.join(HashStore(), id=0, heartbeat_timeout_s=0.5), session, model, optimizer) as run:
+        with elastic.Run(alone(), session, model, optimizer) as run:
             for step in run.steps(5):
                 with step:
                     ElasticSampler(8, session, batch=1)
@@ -279,34 +283,23 @@ def test_a_sampler_that_is_made_in_the_loop_is_refused(lost):
 
 def test_weights_are_averaged_in_copies():
     """A lost worker may still write into buffers of an abandoned collective: these are not the weights."""
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.attach(laconic.post_local_sgd(period=2), model, optimizer) as session:
+    session, model, optimizer = attached("post_local_sgd(period=2)")
+    with session:
         objects_of(session, model, optimizer, None)
         assert session.commit == "atomic"
 
 
 @pytest.mark.parametrize("given", [{"every": 0}, {"save_every": True}, {"every": 1.5}])
 def test_run_refuses_wrong_counts(given):
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    world = elastic.join(HashStore(), id=0, heartbeat_timeout_s=0.5)
-    with (
-        laconic.attach(laconic.ddp(), model, optimizer) as session,
-        pytest.raises(ValueError, match=r"must be a whole number of at least 1"),
-    ):
+    (session, model, optimizer), world = attached(), alone()
+    with session, pytest.raises(ValueError, match=r"must be a whole number of at least 1"):
         elastic.Run(world, session, model, optimizer, **given)
     world.leave()
 
 
 def test_run_refuses_workers_that_never_synchronise():
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    world = elastic.join(HashStore(), id=0, heartbeat_timeout_s=0.5)
-    with (
-        laconic.attach(laconic.alone(), model, optimizer) as session,
-        pytest.raises(ValueError, match=r"Choose a plan that synchronises, such as laconic.diloco"),
-    ):
+    (session, model, optimizer), world = attached("alone()"), alone()
+    with session, pytest.raises(ValueError, match=r"Choose a plan that synchronises, such as laconic.diloco"):
         elastic.Run(world, session, model, optimizer)
     world.leave()
 

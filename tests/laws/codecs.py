@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.algorithms.ddp_comm_hooks.batched import Batched
+from laconic.algorithms.ddp_comm_hooks.powerSGD_hook import Batched
 from laconic.codecs import ByName, ByShape, Cast, Codec, ErrorFeedback, Exact, LowRank, Quantized, TopDCT, TopK
 from laconic.exchange import Averaged
 from tests.laws.world import World

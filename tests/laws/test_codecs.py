@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.algorithms.ddp_comm_hooks.batched import Batched
+from laconic.algorithms.ddp_comm_hooks.powerSGD_hook import Batched
 from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank
 from laconic.comm.dry import dry
 from laconic.exchange import Peers, State, Tensors

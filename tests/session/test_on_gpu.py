@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
-from laconic.checkpoint.workers import lowest_and_highest
+from laconic.checkpoint.loading import lowest_and_highest
 from laconic.comm.queue import CollectiveQueue
 from laconic.session.weights import Anchors
 from laconic.torch_private.distributed import ordered_by_stream

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from laconic import checkpoint
-from laconic.algorithms.ddp_comm_hooks.batched import Batched
+from laconic.algorithms.ddp_comm_hooks.powerSGD_hook import Batched
 from laconic.codecs import Codec, ErrorFeedback
 from laconic.codecs.feedback import residuals_by_name
 from laconic.comm.collectives import mean, weighted_mean

@@ -7,20 +7,24 @@ import datetime
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from laconic.algorithms.model_averaging.utils import average_parameters
-from laconic.checkpoint.workers import lowest_and_highest
+from laconic.checkpoint.loading import lowest_and_highest
 from laconic.comm.groups import subgroup_of
 from laconic.torch_private.distributed import (
     LocalGroup,
+    all_groups,
     backend_name,
     default_store,
     destroy_group,
     new_group,
     ordered_by_stream,
+    reset_group_names,
     second_group,
+    set_timeout,
 )
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import run_workers
@@ -105,3 +109,23 @@ def test_a_local_group_is_enough_for_ddp():
             model.zero_grad()
             model(torch.full((1, 2), float(step))).sum().backward()
         assert model.module.weight.grad.tolist() == [[1.0, 1.0]]  # 2 / 2 workers: nothing comes from the other
+
+
+def _make_groups(worker: int) -> list[str]:
+    names: list[str] = []
+    for _ in range(2):
+        reset_group_names()
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        group = dist.new_group([0])
+        assert isinstance(group, dist.ProcessGroup)
+        assert all_groups() == [dist.group.WORLD, group]
+        set_timeout(group, 7.0)
+        assert group._get_backend(torch.device("cpu")).options._timeout == datetime.timedelta(seconds=7)
+        names.append(group.group_name)
+        dist.destroy_process_group()
+    return names
+
+
+def test_groups_that_are_made_again():
+    [(first, second)] = run_workers(_make_groups, 1, group=False)
+    assert first == second

@@ -1,12 +1,13 @@
-"""Modules: one quick walk, and who holds parameters in a DDP model."""
+"""Modules: one quick walk, who holds parameters in a DDP model, and the model inside a compiled one."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from laconic.torch_private.modules import ddp_models_of, tensors_of
+from laconic.torch_private.modules import ddp_models_of, inside_compiled, tensors_of
 from tests.workers import run_workers
 
 
@@ -42,3 +43,10 @@ def test_shared_tensors_come_as_often_as_they_are_registered():
     model[1].weight = model[0].weight
     assert len(tensors_of(model)[0]) == 4
     assert torch.equal(tensors_of(model)[0][0], tensors_of(model)[0][2])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_model_inside_a_compiled_one():
+    model = nn.Linear(2, 2)
+    assert inside_compiled(torch.compile(model)) is model  # type: ignore[arg-type]
+    assert inside_compiled(model) is None

@@ -7,9 +7,11 @@ bit-exact. Factors and residuals are fp32 for fp16 and bf16 gradients. Settings,
 between workers raise an error at the first step.
 """
 
+import hashlib
 import logging
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -20,15 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from laconic.algorithms.ddp_comm_hooks.batched import Batched, name_of, side_of
 from laconic.algorithms.ddp_comm_hooks.engine import Engine, HookState
 from laconic.checks.agreement import agree, parameter_facts
 from laconic.codecs import ByShape, Codec, ErrorFeedback, Exact, LowRank
-from laconic.exchange import Averaged, Exchange, State
+from laconic.codecs.contract import accept_every_shape, check_codec
+from laconic.exchange import Averaged, Exchange, Peers, State, Tensors, true
 from laconic.ledger import Ledger
-from laconic.packing import wide_dtype
+from laconic.packing import pack, unpack, wide_dtype
 from laconic.session.ddp import as_laid_out
 from laconic.torch_private.distributed import GradBucket
+from laconic.values import as_code
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -290,9 +293,9 @@ def _bucket_of(shapes: tuple[tuple[str, torch.Size], ...], low_rank: LowRank, ba
     before = sum(shape.numel() for _, shape in shapes)
     groups: dict[tuple[int, int], list[str]] = defaultdict(list)
     if batched:  # one square matrix of all tensors
-        side = side_of(before)
+        side = _side(before)
         if side:
-            groups[side, side].append(name_of([name for name, _ in shapes]))
+            groups[side, side].append(_name_of([name for name, _ in shapes]))
         after = 2 * side * min(low_rank.rank, side)
     else:
         after = 0
@@ -327,3 +330,47 @@ def _count(state: PowerSGDState, bucket: GradBucket, shapes: _Bucket) -> None:
         rate, before, after = state.compression_stats()
         logger.info("PowerSGD at iteration %s: %s elements became %s, rate %s", state.iter, before, after, rate)
         state.next_stats_report = state.iter + state.compression_stats_logging_frequency
+
+
+def _side(numel: int) -> int:
+    """Return the side of the smallest square that holds so many numbers."""
+    return math.isqrt(numel - 1) + 1 if numel else 0
+
+
+@dataclass(frozen=True, repr=False)
+class Batched:
+    """Concatenates all tensors of a bucket, pads them with zeros, and encodes them as one square matrix.
+
+    This takes fewer and larger operations. But the rows and columns of that matrix have no meaning, so a low rank keeps
+    less of it: prefer plain `LowRank` unless its many small products cost too much.
+    """
+
+    codec: Codec
+
+    __repr__ = as_code
+    accepts = accept_every_shape
+
+    def __post_init__(self) -> None:
+        check_codec(f"Batched({self.codec!r})", self.codec)
+
+    def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
+        """Average the square matrix that holds `tensors`."""
+        flat = pack(tensors)
+        side = _side(flat.numel())
+        if not side:
+            return Averaged({name: t.clone() for name, t in tensors.items()}, lambda: dict(tensors), true)
+        square = flat.new_zeros(side * side)
+        square[: flat.numel()] = flat
+        name = _name_of(tensors)
+        end = yield from self.codec.average({name: square.view(side, side)}, state, peers, reuse=reuse)
+
+        def cut(whole: Tensor) -> dict[str, Tensor]:
+            return unpack(whole.reshape(-1)[: flat.numel()], like=tensors)
+
+        return Averaged(cut(end.mean[name]), lambda: cut(end.own()[name]), end.finite, end.decided)
+
+
+def _name_of(names: Collection[str]) -> str:
+    """Return a name made from the names of tensors: the state belongs to one layout of the bucket only."""
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+    return f"bucket of {len(names)} ({digest})"

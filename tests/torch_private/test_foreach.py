@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from laconic.torch_private.codecs import flatten, unflatten
+from laconic.torch_private.foreach import flatten, unflatten
 
 
 def test_flatten_copies_in_row_major_order() -> None:
