@@ -624,7 +624,8 @@ def record(found: Sequence[Mapping[str, Any]], path: Path) -> None:
         name = each["training"] if each["steps"] is None else f"{each['training']}, {each['steps']} steps"
         if name not in held:
             held[name] = described(each["training"], each["steps"], found)
-        if each["plan"] in ("ddp()", "alone()") or each.get("guard"):
+        end = each["plan"] == "ddp()" and each["lr"] == 1
+        if end or each["plan"] == "alone()" or each.get("guard"):
             continue
         rates = held[name]["plans"] if each["lr"] == 1 else held[name]["rates"].setdefault(f"{each['lr']:g}", {})
         target = isinstance(laconic.plan(each["plan"]), TargetPlan)

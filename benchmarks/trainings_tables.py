@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -44,6 +45,15 @@ ROWS = (
     ),
     *("post_local_sgd()", "demo()", "demo(fraction=0.014)"),
 )
+
+
+AVERAGED = (
+    "ddp()",
+    "streaming_diloco(period=4, fragments=4, delay=0)",
+    "streaming_diloco(period=8, fragments=4, delay=0)",
+    "diloco()",
+)
+"""Plans whose workers step by themselves, beside the one whose workers do not."""
 
 
 @dataclass(frozen=True)
@@ -131,20 +141,29 @@ def _shown(cell: Measured) -> str:
     return f"{', '.join(f'{100 * each:.0f}' for each in cell.kept.values())} ({cell.fewer:.0f} ×)"
 
 
-def by_rate() -> str:
-    """What plans keep at other learning rates, in factors of the one that is tuned."""
+def by_rate(plans: Sequence[str], rates: Sequence[float]) -> str:
+    """What plans keep at other learning rates, in factors of the one of `ddp()`."""
     rows = []
     for name, training in quality.record().items():
-        for plan in dict.fromkeys(plan for plans in training["rates"].values() for plan in plans):
-            cells = {float(rate): plans[plan]["kept"] for rate, plans in training["rates"].items() if plan in plans}
-            if plan in training["plans"]:
-                cells[1.0] = training["plans"][plan]["kept"]
-            kept = ("" if rate not in cells else f"{100 * fmean(cells[rate].values()):.0f}" for rate in RATES)
-            rows.append([name, f"`{plan}`", *kept])
-    return _table(["training", "plan", *(f"rate × {rate:g}" for rate in RATES)], rows)
-
-
-RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
+        for text in plans:
+            plan = laconic.plan(text)
+            cells: dict[float, Mapping[str, float]] = {}
+            for rate in rates:
+                tried = training["plans"] if rate == 1 else training["rates"].get(f"{rate:g}", {})
+                for each, cell in tried.items():
+                    if laconic.plan(each) == plan:
+                        cells[rate] = cell["kept"]
+            if not cells or set(cells) == {1.0}:
+                continue
+            kept = (f"{100 * fmean(cells[rate].values()):.0f}" if rate in cells else "" for rate in rates)
+            rows.append(
+                [
+                    name,
+                    f"`{text}`",
+                    *("100" if text == "ddp()" and rate == 1 else each for rate, each in zip(rates, kept, strict=True)),
+                ]
+            )
+    return _table(["training", "plan", *(f"rate × {rate:g}" for rate in rates)], rows)
 
 
 # The rule of `frugal`.
@@ -162,10 +181,10 @@ class Choice:
 
     @property
     def behind(self) -> float | None:
-        """How much less `frugal` keeps, of the seeds of both."""
+        """How much less `frugal` keeps, of the seeds of both. Kept counts as 100 % at most."""
         if self.own is None or not (seeds := self.own.kept.keys() & self.best.kept.keys()):
             return None
-        return fmean(self.best.kept[seed] - self.own.kept[seed] for seed in seeds)
+        return fmean(min(1.0, self.best.kept[seed]) - min(1.0, self.own.kept[seed]) for seed in seeds)
 
 
 def choices() -> Iterator[Choice]:
@@ -297,7 +316,8 @@ def predicted() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "trainings": kinds,
     "suite": suite,
-    "rates": by_rate,
+    "rates": partial(by_rate, ["demo()"], (0.25, 0.5, 1, 2, 4)),
+    "rates of weights": partial(by_rate, AVERAGED, (1, 1.25, 1.5, 2, 3)),
     "frugal": rule,
     "law": law,
     "predicted": predicted,

@@ -31,10 +31,10 @@ from laconic.values import call
 Kind: TypeAlias = Literal["adaptive", "sgd", "muon"]
 """How an optimizer scales gradients: each number by its own history, as Adam does; not at all; or matrices as a whole.
 """
-LEAST_RANK, LEAST_SHARE, LEAST_SHARE_OF_WIDE = 4, 1 / 20, 1 / 6
-"""Below this rank, and this share of the model's width, deltas keep more of a training than gradients of low rank."""
+LEAST_RANK, LEAST_SHARE, LEAST_SHARE_UNDER_SGD = 4, 1 / 20, 1 / 6
+"""Below this rank, or share of the model's width, deltas keep more of a training than gradients of low rank."""
 WIDE = 256
-"""From this width on the second share counts: deltas lose less there (docs/quality.md)."""
+"""From this width on deltas keep more than gradients in less than 4 bits (docs/quality.md)."""
 THIN_BLOCK = 256
 """As many numbers share a scale in 1 bit: small tensors are padded to whole blocks."""
 
@@ -135,7 +135,7 @@ def frugal_on(facts: ModelFacts, times: float, start: int, delay: int, topology:
     width = width_of(facts.tensors)
     if gradients:
         rank = largest_rank(facts, times, start=start)
-        if rank >= max(LEAST_RANK, width * (LEAST_SHARE if width < WIDE else LEAST_SHARE_OF_WIDE)):
+        if rank >= max(LEAST_RANK, width * (LEAST_SHARE_UNDER_SGD if "sgd" in facts.optimizers else LEAST_SHARE)):
             return power_sgd(rank, start=start)
     # 3. Of thin matrices, such as LoRA's, gradients in 2 bits or 1.
     if gradients and width < WIDE and "sgd" not in facts.optimizers:
