@@ -13,10 +13,10 @@ import typer
 
 import laconic
 from laconic.errors import PlanError
-from laconic.tools.distribution import other_project
 from laconic.tools.errors import UsageError
-from laconic.tools.launch.failures import WorkerError
+from laconic.tools.launch.output import WorkerError
 from laconic.tools.launch.workers import Stopped, found_place, stoppable
+from laconic.tools.machine import other_project
 
 COMMANDS = {
     "compare": "Run the same training once with each plan, and compare loss, bytes and time.",

@@ -29,13 +29,6 @@ def plan(
         str | None,
         typer.Option(help="Of --parameters, those that are trained, as adapters (LoRA).", rich_help_panel=_MODEL),
     ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(help="Layers, each of which is sent as soon as its gradient is known.", rich_help_panel=_MODEL),
-    ] = None,
-    shapes: Annotated[
-        Path | None, typer.Option(help='JSON of shapes: {"layer.weight": [512, 512]}.', rich_help_panel=_MODEL)
-    ] = None,
     bare: Annotated[
         bool,
         typer.Option(
@@ -62,7 +55,6 @@ def plan(
         float | None,
         typer.Option(help="The gradient noise scale, session.health.noise, such as 3.5."),
     ] = None,
-    budget: Annotated[str | None, typer.Option(help="Bytes that may go over a link in a day, such as 500GB.")] = None,
     all_: Annotated[bool, typer.Option("--all", help="Show all columns.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with everything that is predicted.")] = False,
 ) -> None:
@@ -70,24 +62,7 @@ def plan(
 
     It may say: do not compress. Give a model, a network and the time of a step, or measure them with laconic probe.
     """
+    given = locals()  # the options, by name
     from laconic.cli import forecast
 
-    given = forecast.PlanOptions(
-        plans=tuple(plan or ()),
-        probe=probe,
-        model=model,
-        parameters=parameters,
-        trainable=trainable,
-        layers=layers,
-        shapes=shapes,
-        bare=bare,
-        step=step,
-        steps=steps,
-        optimizer=optimizer,
-        workers=workers,
-        link=link,
-        latency=latency,
-        noise=noise,
-        budget=budget,
-    )
-    forecast.show(given, all_columns=all_, as_json=json)
+    forecast.show(forecast.PlanOptions(**given))

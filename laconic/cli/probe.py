@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,22 +12,18 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from laconic import plan as parse_plan
 from laconic.cli import options
-from laconic.cli.compare import link_of
-from laconic.cli.results import check_writable
-from laconic.cli.tables import console, table
+from laconic.cli.output import check_writable, console, table
 from laconic.plans.methods import alone
 from laconic.tools.compare.runs import Script, TrainingRun
-from laconic.tools.errors import UsageError
-from laconic.tools.launch.links import Link
-from laconic.tools.launch.slow_link import NoSlowLink, slow_link
+from laconic.tools.errors import UsageError, check_script
+from laconic.tools.launch.links import Link, NoSlowLink, slow_link
 from laconic.tools.launch.workers import WorkerNetwork, check_workers, found_place, workers_here
 from laconic.tools.machine import usable_cores
-from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.network import fit
+from laconic.tools.planner.predict import PLANS
 from laconic.tools.planner.probe import ProbeOptions, Show, launch_probe, process_group, run_probe, script_step
 from laconic.tools.planner.probe_data import OPS, Probe
 from laconic.tools.units import duration, human_bytes, rate_text
@@ -58,9 +54,6 @@ def probe(
     plan: Annotated[list[str] | None, _option("--plan", help=_PLANS)] = None,
     model: Annotated[str | None, _option("--model", help=_MODEL)] = None,
     step_script: Annotated[Path | None, _option("--step-script", help=_SCRIPT)] = None,
-    device: Annotated[
-        str, typer.Option(help="Where models compute: cpu, cuda, or auto for cuda where there is one.")
-    ] = "auto",
     longest: Annotated[
         float, typer.Option(help="Seconds of the longest collective. Sizes grow up to it.")
     ] = ProbeOptions.longest_s,
@@ -69,55 +62,41 @@ def probe(
 
     Runs as a worker under torchrun, or starts --workers processes here, with --link on hosts of their own.
     """
-    connected = link_of(link, workers)
+    connected = options.link_of(link, workers)
     count = workers_here(workers if connected is None else connected.workers)
     chosen = ProbeOptions(
         model=model,
         plans=tuple(map(parse_plan, plan or ())),
         groups=tuple(groups or ()),
-        device=device,
         longest_s=longest,
         link=None if connected is None else str(connected),
     )
     chosen.check(count)
     check_writable(out, "--out")
-    script = _script(step_script, tuple(arguments or ()), count)
-    if found_place(os.environ) is not None:
-        found = _as_worker(chosen, "--link" if link else "--step-script" if script else None)
-    else:
+    given = options.script_arguments(arguments, step_script, "--step-script")
+    if step_script is not None:
+        check_script(step_script, "--step-script")
+    if link or step_script:
+        options.refuse_under_torchrun("--link" if link else "--step-script")
+    place = found_place(os.environ)
+    if place is None:
         check_workers(count, usable_cores())
+        script = None if step_script is None else TrainingRun(alone(), Script(step_script, given), count)
         found = _launched(chosen, count, connected, script)
-    if found is not None:
+    else:
+        with process_group(), _progress(shown=place.worker == 0) as show:
+            found = run_probe(chosen, show)
+    if place is None or place.worker == 0:
         found.write(out)
         print_summary(found)
         typer.echo(f"written to {out}")
 
 
-def _script(script: Path | None, arguments: tuple[str, ...], workers: int) -> TrainingRun | None:
-    if script is None and arguments:
-        raise UsageError(f"-- {' '.join(arguments)}: these are for a script. Give one with --step-script train.py.")
-    if script is not None and not script.is_file():
-        raise UsageError(f"--step-script {script}: there is no such file. Give the path of a training script.")
-    return None if script is None else TrainingRun(alone(), Script(script, arguments), workers)
-
-
-def _as_worker(chosen: ProbeOptions, refused: str | None) -> Probe | None:
-    """Measure in this process, which is a worker of torchrun's. Only worker 0 has a result to show."""
-    if refused is not None:
-        raise UsageError(
-            f"{refused}: torchrun has already started the workers, and this option starts them itself. "
-            "Run laconic without torchrun."
-        )
-    place = found_place(os.environ)
-    first = place is not None and place.worker == 0
-    with process_group(chosen.device), _progress(shown=first) as show:
-        found = run_probe(chosen, show)
-    return found if first else None
-
-
 def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: TrainingRun | None) -> Probe:
     try:
-        with _network(link) as network, _progress() as show:
+        with ExitStack() as stack:
+            network = WorkerNetwork(slow=None if link is None else stack.enter_context(slow_link(link)))
+            show = stack.enter_context(_progress())
             found = launch_probe(chosen, workers, network, show)
             if script is None:
                 return found
@@ -131,29 +110,13 @@ def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: Tra
 
 
 @contextmanager
-def _network(link: Link | None) -> Iterator[WorkerNetwork]:
-    if link is None:
-        yield WorkerNetwork()
-        return
-    with slow_link(link) as slow:
-        yield WorkerNetwork(slow=slow)
-
-
-@contextmanager
 def _progress(shown: bool = True) -> Iterator[Show]:
-    """Show a bar on stderr, or a line for each stage if that is not a terminal."""
+    """Show on stderr what is measured: in one line of a terminal, elsewhere a line for each stage."""
     if not shown or not sys.stderr.isatty():
         yield lambda done, text: print(f"{done:4.0%} {text}", file=sys.stderr, flush=True) if shown else None
         return
-    columns = (
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting workers", total=1.0)
-        yield lambda done, text: bar.update(task, completed=done, description=text)
+    with Console(stderr=True).status("starting workers") as status:
+        yield lambda done, text: status.update(f"{done:4.0%} {text}")
 
 
 def print_summary(probe: Probe) -> None:

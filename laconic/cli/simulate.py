@@ -12,20 +12,26 @@ import typer
 from laconic import plan as parse_plan
 from laconic.cli import options
 from laconic.cli.options import DEFAULT
-from laconic.cli.tables import console, table
+from laconic.cli.output import console, table
 from laconic.cli.view import PLAIN_LINES
 from laconic.tools.errors import UsageError, check_count
 from laconic.tools.lab.models import GPT, ResNet
-from laconic.tools.lab.settings import Lab
-from laconic.tools.lab.tasks import check_data
+from laconic.tools.lab.tasks import Lab, check_data
 from laconic.tools.launch.links import link as parse_link
 from laconic.tools.launch.workers import variables
 from laconic.tools.planner.network import ComputedNetwork
 from laconic.tools.planner.shapes import Shapes
-from laconic.tools.simulate.clock import Conditions
-from laconic.tools.simulate.tasks import SimulatedTask, lab_task, user_task
-from laconic.tools.simulate.time_only import TimeOnly
-from laconic.tools.simulate.training import SimulatedOutcome, SimulatedRun, SimulatedStep, Training, failures_of
+from laconic.tools.simulate.clock import Conditions, TimeOnly
+from laconic.tools.simulate.training import (
+    SimulatedOutcome,
+    SimulatedRun,
+    SimulatedStep,
+    SimulatedTask,
+    Training,
+    failures_of,
+    lab_task,
+    user_task,
+)
 from laconic.tools.units import DURATION, duration, human_bytes, parse, percent
 
 _TIME = "The virtual clock"

@@ -10,8 +10,7 @@ import pytest
 import laconic
 from laconic.cli.compare import CompareOptions
 from laconic.tools.compare.judging import judgements
-from laconic.tools.compare.records import Outcome
-from laconic.tools.compare.runs import Script, TrainingRun
+from laconic.tools.compare.runs import Outcome, Script, TrainingRun
 from tests.cli.conftest import ROOT
 from tests.cli.test_results import DDP
 

@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 
 import laconic
-from laconic.cli.results import check_writable, closing_table
+from laconic.cli.output import check_writable
+from laconic.cli.view import closing_table
 from laconic.tools.compare.judging import as_json
-from laconic.tools.compare.records import Outcome
+from laconic.tools.compare.runs import Outcome
 from laconic.tools.errors import UsageError
 from laconic.tools.units import human_bytes, ratio
 

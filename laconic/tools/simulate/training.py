@@ -10,12 +10,12 @@ from __future__ import annotations
 import queue
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,43 @@ from laconic.elastic.run import CommitClock
 from laconic.plans.schedules import Never, Streaming
 from laconic.tools.errors import UsageError
 from laconic.tools.lab.script import lr_share
+from laconic.tools.lab.tasks import Lab, loss_of, make_task, validation_loss
 from laconic.tools.machine import usable_cores
+from laconic.tools.planner.shapes import made_by
 from laconic.tools.simulate.clock import Conditions, TimeUse, VirtualClock
-from laconic.tools.simulate.in_process import InProcessGroup, InProcessWorld, Members
-from laconic.tools.simulate.ring import ring_sum
-from laconic.tools.simulate.tasks import SimulatedTask
+from laconic.tools.simulate.in_process import InProcessGroup, InProcessWorld, Members, ring_sum
+
+Loss: TypeAlias = Callable[[nn.Module, int, int], Tensor]
+"""Returns the loss of a model on the batch of (worker, step)."""
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedTask:
+    """A new model, its training loss, and its validation loss if there is one."""
+
+    model: nn.Module
+    loss: Loss
+    validation: Callable[[nn.Module], float] | None = None
+
+
+def lab_task(settings: Lab) -> SimulatedTask:
+    """Make the lab's task that the settings describe. It reads the data."""
+    task = make_task(settings)
+    return SimulatedTask(
+        task.model,
+        lambda model, worker, step: loss_of(model, task.draw(worker, step)),
+        lambda model: validation_loss(model, task.validation),
+    )
+
+
+def user_task(place: str, seed: int) -> SimulatedTask:
+    """Call `module:function()`, which returns a model and a function `loss(model, worker, step)`."""
+    rule = "It is called without arguments, and returns (model, loss), where loss(model, worker, step) is a tensor"
+    torch.manual_seed(seed)
+    made = made_by(place, rule)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+        raise UsageError(f"--model {place}: it returned {type(made).__name__}. {rule}.")
+    return SimulatedTask(*made)
 
 
 @dataclass(frozen=True)
@@ -300,7 +332,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _mean(rows: Sequence[Tensor]) -> Tensor:
-    """Average as workers do over gloo when they validate (`compare/validating.py`)."""
+    """Average as workers do over gloo when they validate (`compare/reporter.py`)."""
     return (ring_sum([row.flatten() for row in rows]) / len(rows)).view(rows[0].shape)
 
 

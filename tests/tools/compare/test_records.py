@@ -7,21 +7,22 @@ from dataclasses import asdict, replace
 import pytest
 
 from laconic.tools.compare.judging import as_json
-from laconic.tools.compare.records import (
+from laconic.tools.compare.runs import (
     MOST_POINTS,
+    REPORTS,
+    Goal,
     Point,
     Report,
     curve,
     read_reports,
     read_results,
-    report_file,
     thinned,
     validation_points,
     waiting_share,
 )
-from laconic.tools.compare.runs import Goal
 from laconic.tools.errors import UsageError
-from tests.tools.compare.report.outcomes import DDP, LOW_RANK
+from laconic.tools.launch.output import worker_file
+from tests.tools.compare.outcomes import DDP, LOW_RANK
 
 NOW = Report(worker=0, step=1, loss=2.0, seconds=1.0, wire_bytes=7)
 
@@ -63,7 +64,7 @@ def test_the_time_that_is_left():
 def test_the_last_report_of_a_step_counts_and_one_before_the_first_step_is_no_point(tmp_path):
     losses = {0: [4.0], 1: [3.0], 2: [2.0, 1.5]}
     reports = [replace(NOW, step=step, validation=loss) for step, given in losses.items() for loss in given]
-    report_file(tmp_path, 0).write_text("".join(json.dumps(asdict(report)) + "\n" for report in reports))
+    worker_file(tmp_path, 0, REPORTS).write_text("".join(json.dumps(asdict(report)) + "\n" for report in reports))
     found = read_reports(tmp_path, 0)
     assert [(report.step, report.validation) for report in found] == [(0, 4.0), (1, 3.0), (2, 1.5)]
     assert [point.step for point in curve([found])] == [point.step for point in validation_points(found)] == [1, 2]

@@ -17,21 +17,18 @@ from torch.distributed.fsdp import fully_shard
 import laconic
 from laconic.ledger import Ledger
 from laconic.session.observers import VARIABLE
-from laconic.tools.compare.records import about_file, has_ended, read_reports, seconds_file
 from laconic.tools.compare.reporter import (
     CHECKED_EVERY,
-    FOLDER,
     CompareReporter,
     StopCheck,
     TimedLedger,
     control_group,
     from_env,
-    write_goal,
 )
-from laconic.tools.compare.running import REPORTER
-from laconic.tools.compare.runs import Goal
+from laconic.tools.compare.runs import ABOUT, FOLDER, REPORTER, SECONDS, Goal, has_ended, read_reports, write_goal
 from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import link
+from laconic.tools.launch.output import worker_file
 from tests.workers import run_workers
 
 
@@ -157,7 +154,7 @@ def reported_training(worker: int, folder: str) -> int:
 def test_each_worker_reports_its_steps_and_stops_at_the_goal(tmp_path: Path):
     write_goal(tmp_path, Goal(steps=6), computed=link("8mbit", workers=2))
     assert run_workers(reported_training, workers=2, args=(str(tmp_path),)) == [6, 6]
-    assert json.loads(about_file(tmp_path).read_text()) == {"plan": "post_local_sgd(period=2)", "parameters": 72}
+    assert json.loads((tmp_path / ABOUT).read_text()) == {"plan": "post_local_sgd(period=2)", "parameters": 72}
     for worker in (0, 1):
         assert has_ended(tmp_path, worker)
         reports = read_reports(tmp_path, worker)
@@ -166,7 +163,7 @@ def test_each_worker_reports_its_steps_and_stops_at_the_goal(tmp_path: Path):
         assert reports[-1].ended == "steps"
         assert 0 < reports[-1].wire_bytes - 3 * 72 * 4 < 300  # and what workers check about each other
         assert reports[-1].link_seconds > 0
-        doubles = seconds_file(tmp_path, worker).stat().st_size / 8  # one for each collective
+        doubles = worker_file(tmp_path, worker, SECONDS).stat().st_size / 8  # one for each collective
         assert doubles == 3 + 3 + 3 * 2  # rounds; at attach; a header before and a digest after each round
 
 
@@ -228,7 +225,7 @@ def test_all_workers_of_a_sharded_model_stop_together(tmp_path):
     assert run_workers(sharded_training, workers=4, args=(str(tmp_path),)) == [(8, 2)] * 4
     lasts = [read_reports(tmp_path, worker)[-1] for worker in range(4)]
     assert {last.ended for last in lasts} == {"steps"}
-    assert json.loads(about_file(tmp_path).read_text())["parameters"] == 72
+    assert json.loads((tmp_path / ABOUT).read_text())["parameters"] == 72
 
 
 def test_reports_before_the_first_step_and_after_the_end_have_validation_losses_only(tmp_path):

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 import laconic
-from laconic.tools.compare.running import describe
-from laconic.tools.compare.runs import Goal, Script, TrainingRun
+from laconic.tools.compare.runs import Goal, Script, TrainingRun, describe
 from laconic.tools.errors import UsageError
 from laconic.tools.lab.script import parse
-from laconic.tools.lab.settings import Lab
+from laconic.tools.lab.tasks import Lab
 from laconic.tools.launch.links import link
 from laconic.tools.launch.workers import Place, WorkerNetwork, check_workers, found_place
 

@@ -10,10 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
-from laconic.tools.compare.records import read_reports, validation_points
-from laconic.tools.compare.reporter import CompareReporter, control_group, write_goal
-from laconic.tools.compare.runs import Goal
-from laconic.tools.compare.validating import Validator, mean_over, mean_weights
+from laconic.tools.compare.reporter import (
+    CompareReporter,
+    Validator,
+    control_group,
+    mean_over,
+    mean_weights,
+)
+from laconic.tools.compare.runs import Goal, read_reports, validation_points, write_goal
 from tests.session.models import weights
 from tests.workers import run_workers
 
@@ -125,7 +129,7 @@ def test_training_does_not_notice(tmp_path: Path) -> None:
 
 def test_the_clock_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 17.0, 30.0, 31.0])
-    monkeypatch.setattr("laconic.tools.compare.validating.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("laconic.tools.compare.reporter.time.perf_counter", lambda: next(now))
     model = _net()
     with laconic.attach(laconic.ddp(), model, torch.optim.SGD(model.parameters(), lr=0.1)) as session:
         validate = Validator(every=1, control=None, replicas=None)

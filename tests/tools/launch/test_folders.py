@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from laconic.tools.launch.folders import LOCK, PREFIX, run_folder
+from laconic.tools.launch.workers import LOCK, PREFIX, run_folder
 
 HOLD = """
 import sys, time
-from laconic.tools.launch.folders import run_folder
+from laconic.tools.launch.workers import run_folder
 with run_folder() as folder:
     print(folder, flush=True)
     sys.stdin.read()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from laconic.tools.doctor.diagnosis import measure_link
 from laconic.tools.errors import UsageError
-from laconic.tools.launch.links import Level, Link, framing_bytes, link, measure_link
+from laconic.tools.launch.links import Level, Link, framing_bytes, link
 from laconic.tools.planner.network import collective_s
 from laconic.tools.units import rate_text
 from tests.workers import run_workers

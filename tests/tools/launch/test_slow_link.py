@@ -14,9 +14,8 @@ import pytest
 
 from laconic.tools.compare.reporter import interface_bytes
 from laconic.tools.errors import UsageError
-from laconic.tools.launch.links import link
+from laconic.tools.launch.links import PROGRAM, NoSlowLink, link, slow_link
 from laconic.tools.launch.namespaces import Hosts, enter, token_bucket
-from laconic.tools.launch.slow_link import PROGRAM, NoSlowLink, slow_link
 from tests.namespaces import needs_root
 from tests.tools.launch.processes import eventually, namespaces_alive, namespaces_held_by, running
 
