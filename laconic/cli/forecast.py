@@ -252,8 +252,8 @@ def _step_s(step: str | None, probe: Probe | None) -> float:
         )
     if probe.step is None:
         raise UsageError(
-            "the probe has no time of a step: its --model returned a model alone. Give --step 250ms, or probe again "
-            "with --step-script train.py."
+            "the probe has no time of a step: its --model returned a model alone. Give --step 250ms, or let --model "
+            "also return a function of the loss, and probe again."
         )
     return probe.step.seconds
 

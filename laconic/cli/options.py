@@ -78,10 +78,10 @@ def lab_settings(command: typer.Context, **changes: Any) -> Lab:
     return Lab(**{name: value for name, value in command.params.items() if name in names} | changes)
 
 
-def script_arguments(given: Sequence[str] | None, script: Path | None, option: str = "--script") -> tuple[str, ...]:
+def script_arguments(given: Sequence[str] | None, script: Path | None) -> tuple[str, ...]:
     """The arguments after "--", which are for a script."""
     if given and script is None:
-        raise UsageError(f"-- {' '.join(given)}: these are for a script. Give one with {option} train.py.")
+        raise UsageError(f"-- {' '.join(given)}: these are for a script. Give one with --script train.py.")
     return tuple(given or ())
 
 

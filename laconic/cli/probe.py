@@ -3,8 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -16,15 +15,13 @@ from rich.console import Console
 from laconic import plan as parse_plan
 from laconic.cli import options
 from laconic.cli.output import check_writable, console, table
-from laconic.plans.methods import alone
-from laconic.tools.compare.runs import Script, TrainingRun
-from laconic.tools.errors import UsageError, check_script
+from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import Link, NoSlowLink, slow_link
 from laconic.tools.launch.workers import WorkerNetwork, check_workers, found_place, workers_here
 from laconic.tools.machine import usable_cores
 from laconic.tools.planner.network import fit
 from laconic.tools.planner.predict import PLANS
-from laconic.tools.planner.probe import ProbeOptions, Show, launch_probe, process_group, run_probe, script_step
+from laconic.tools.planner.probe import ProbeOptions, Show, launch_probe, process_group, run_probe
 from laconic.tools.planner.probe_data import OPS, Probe
 from laconic.tools.units import duration, human_bytes, rate_text
 
@@ -40,20 +37,15 @@ _GROUPS = (
     "Also measure collectives inside groups of this many neighbouring workers; repeat for more. laconic plan takes the "
     "largest for workers that share a link to the others."
 )
-_SCRIPT = "Take the step time from this script, run with plan alone(). It attaches plan_from_env() and reports."
 
 
 def probe(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="After --: arguments of --step-script.", show_default=False)
-    ] = None,
     out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("probe.json"),
     workers: options.Workers = None,
     link: options.LinkText = None,
     groups: Annotated[list[int] | None, _option("--groups", help=_GROUPS)] = None,
     plan: Annotated[list[str] | None, _option("--plan", help=_PLANS)] = None,
     model: Annotated[str | None, _option("--model", help=_MODEL)] = None,
-    step_script: Annotated[Path | None, _option("--step-script", help=_SCRIPT)] = None,
     longest: Annotated[
         float, typer.Option(help="Seconds of the longest collective. Sizes grow up to it.")
     ] = ProbeOptions.longest_s,
@@ -73,16 +65,12 @@ def probe(
     )
     chosen.check(count)
     check_writable(out, "--out")
-    given = options.script_arguments(arguments, step_script, "--step-script")
-    if step_script is not None:
-        check_script(step_script, "--step-script")
-    if link or step_script:
-        options.refuse_under_torchrun("--link" if link else "--step-script")
+    if link is not None:
+        options.refuse_under_torchrun("--link")
     place = found_place(os.environ)
     if place is None:
         check_workers(count, usable_cores())
-        script = None if step_script is None else TrainingRun(alone(), Script(step_script, given), count)
-        found = _launched(chosen, count, connected, script)
+        found = _launched(chosen, count, connected)
     else:
         with process_group(), _progress(shown=place.worker == 0) as show:
             found = run_probe(chosen, show)
@@ -92,16 +80,10 @@ def probe(
         typer.echo(f"written to {out}")
 
 
-def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: TrainingRun | None) -> Probe:
+def _launched(chosen: ProbeOptions, workers: int, link: Link | None) -> Probe:
     try:
-        with ExitStack() as stack:
-            network = WorkerNetwork(slow=None if link is None else stack.enter_context(slow_link(link)))
-            show = stack.enter_context(_progress())
-            found = launch_probe(chosen, workers, network, show)
-            if script is None:
-                return found
-            show(1.0, f"steps of {script.training.name}")
-            return replace(found, step=script_step(script, network))
+        with nullcontext() if link is None else slow_link(link) as slow, _progress() as show:
+            return launch_probe(chosen, workers, WorkerNetwork(slow), show)
     except NoSlowLink as error:
         raise UsageError(
             f"--link {link}: no real link can be made here ({error}), and a probe measures only real ones. "
@@ -154,9 +136,7 @@ def print_summary(probe: Probe) -> None:
 def _step(probe: Probe) -> str:
     step = probe.step
     if step is None:
-        return "step: not measured. Let --model return a model and a function of its loss, or use --step-script."
-    text = f"step without synchronising: {duration(step.seconds)}"
-    if not step.forward_s:
-        return text
-    names = (("forward", step.forward_s), ("backward", step.backward_s), ("optimizer", step.optimizer_s))
-    return f"{text} ({', '.join(f'{name} {duration(median(samples))}' for name, samples in names)})"
+        return "step: not measured. Let --model return a model and a function of its loss, or give laconic plan --step."
+    parts = {"forward": step.forward_s, "backward": step.backward_s, "optimizer": step.optimizer_s}
+    shown = ", ".join(f"{name} {duration(median(samples))}" for name, samples in parts.items())
+    return f"step without synchronising: {duration(step.seconds)} ({shown})"

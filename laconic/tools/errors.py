@@ -26,7 +26,7 @@ def check_positive(name: str, value: float | None) -> None:
         )
 
 
-def check_script(path: Path, option: str = "--script") -> None:
+def check_script(path: Path) -> None:
     """Refuse a script that does not exist."""
     if not path.is_file():
-        raise UsageError(f"{option} {path}: there is no such file. Give the path of a training script.")
+        raise UsageError(f"--script {path}: there is no such file. Give the path of a training script.")

@@ -10,7 +10,7 @@ from laconic.tools.compare.runs import Outcome, TrainingRun, describe
 from laconic.tools.launch.output import WorkerError
 from laconic.tools.launch.workers import WorkerNetwork
 from tests.cli.conftest import Ended, Run
-from tests.cli.test_results import DDP
+from tests.cli.test_view import DDP
 
 LOCAL = "post_local_sgd(period=4)"
 

@@ -115,6 +115,13 @@ class Task:
     tokens_per_step: int  # of one worker; an image counts as one
 
 
+def make_model(lab: Lab) -> nn.Module:
+    """Make the model that the lab trains."""
+    if lab.model == "resnet":
+        return ResNet(lab.layers, lab.width, lab.seed)
+    return GPT(lab.layers, lab.width, lab.heads, lab.seed)
+
+
 def make_task(lab: Lab) -> Task:
     """Make the task that the lab trains. It reads the data."""
     return _digits_task(lab) if lab.model == "resnet" else _text_task(lab)
@@ -147,7 +154,7 @@ def _text_task(s: Lab) -> Task:
     train, validation = text.load(s.data, s.context)
     seeds = [(VALIDATION_SEED, index) for index in range(VALIDATION_BATCHES)]
     return Task(
-        model=GPT(s.layers, s.width, s.heads, s.seed),
+        model=make_model(s),
         draw=lambda worker, step: text.batch(train, s.batch, s.context, (s.seed, worker, step)),
         validation=tuple(text.batch(validation, VALIDATION_SEQUENCES, s.context, seed) for seed in seeds),
         tokens_per_step=s.batch * s.context,
@@ -161,7 +168,7 @@ def _digits_task(s: Lab) -> Task:
         rows = torch.randint(len(labels), (s.batch,), generator=text.generator((s.seed, worker, step)))
         return images[rows], labels[rows]
 
-    return Task(ResNet(s.layers, s.width, s.seed), draw, (validation,), tokens_per_step=s.batch)
+    return Task(make_model(s), draw, (validation,), tokens_per_step=s.batch)
 
 
 def digits() -> tuple[Batch, Batch]:

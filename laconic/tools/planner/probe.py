@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -22,22 +22,19 @@ from torch import Tensor, nn
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never
 from laconic.plans.text import plan as parse_plan
-from laconic.tools.compare.runs import Goal, TrainingRun, launch
 from laconic.tools.errors import UsageError, check_positive
 from laconic.tools.lab.tasks import Lab, loss_of, make_task
-from laconic.tools.launch.output import WorkerError, following
+from laconic.tools.launch.output import following
 from laconic.tools.launch.workers import WorkerNetwork, python, run_folder, run_workers
 from laconic.tools.machine import versions
 from laconic.tools.planner.measure import Meter, devices, time_codec, time_collective, time_step
 from laconic.tools.planner.predict import PLANS
-from laconic.tools.planner.probe_data import OPS, ModelShapes, Probe, StepTiming
+from laconic.tools.planner.probe_data import OPS, ModelShapes, Probe
 from laconic.tools.planner.shapes import made_by
 
 Show = Callable[[float, str], None]
 """Takes the share of the probe that is done, from 0 to 1, and what is measured now."""
 PROGRESS = "progress.jsonl"
-STEPS, STEPS_S, WARM_UP_STEPS = 60, 15.0, 3
-"""Of a script: how many steps it is asked for, in how many seconds, and how many do not count."""
 RULE = (
     "It is called without arguments, and returns a torch.nn.Module, or a module and a function that computes the loss "
     "of its next batch"
@@ -168,20 +165,6 @@ def launch_probe(options: ProbeOptions, workers: int, network: WorkerNetwork, sh
         with following(folder / PROGRESS, lambda line: show(*json.loads(line))):
             run_workers(python("-m", __name__, str(folder)), workers, folder, network, title="the probe")
         return Probe.read(folder / "probe.json")
-
-
-def script_step(run: TrainingRun, network: WorkerNetwork) -> StepTiming:
-    """Run a user's script, whose plan is alone(), for a few steps, and return the seconds of worker 0's."""
-    with run_folder() as folder:
-        points = launch(replace(run, goal=Goal(STEPS, STEPS_S)), folder, network).curve
-    took = [(b.seconds - a.seconds) / (b.step - a.step) for a, b in pairwise(points[WARM_UP_STEPS:])]
-    found = tuple(each for each in took if each > 0)
-    if not found:
-        raise WorkerError(
-            f"{run.training.title}: it ended after {len(points)} reports, and more than {WARM_UP_STEPS + 1} "
-            f"are needed. Let it train for {STEPS} steps."
-        )
-    return StepTiming(found)
 
 
 def _main(folder: Path) -> None:

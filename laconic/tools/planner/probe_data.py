@@ -104,20 +104,19 @@ class CodecTiming(Sampled):
 class StepTiming(Sampled):
     """The seconds of training steps without synchronising, while all workers compute.
 
-    `samples` are whole steps. Forward, backward and the optimizer by themselves are not known of a script. `by_worker`
-    has the median of each worker, where a straggler shows.
+    `samples` are whole steps. `by_worker` has the median of each worker, where a straggler shows.
     """
 
     samples: tuple[float, ...]
-    forward_s: tuple[float, ...] = ()
-    backward_s: tuple[float, ...] = ()
-    optimizer_s: tuple[float, ...] = ()
-    by_worker: tuple[float, ...] = ()
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    optimizer_s: tuple[float, ...]
+    by_worker: tuple[float, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for each in (self.forward_s, self.backward_s, self.optimizer_s, self.by_worker):
-            check_samples(each or self.samples)
+            check_samples(each)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,6 +82,53 @@ class TimeUse:
         """Make shares of seconds."""
         each = (computing_s, stragglers_s, link_s, faults_s)
         return TimeUse(*(s / (sum(each) or 1.0) for s in each))
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """One step of all workers: the loss of each, the latest virtual time, and what the first has sent so far."""
+
+    step: int
+    losses: tuple[float, ...]
+    seconds: float
+    sent_bytes: int
+
+    @property
+    def loss(self) -> float:
+        """The mean of the workers' losses."""
+        return fmean(self.losses)
+
+
+@dataclass(frozen=True)
+class SimulatedOutcome:
+    """What a run took and sent; of a training also its losses, and its steps without those that faults have undone."""
+
+    plan: str
+    workers: int
+    parameters: int
+    steps: int
+    seconds: float
+    sent_bytes: float
+    """What worker 0, or the first that is left, has sent."""
+    use: TimeUse
+    left: int
+    """The workers that were not lost."""
+    level_bytes: dict[str, int] = field(default_factory=dict)
+    """`sent_bytes` of a training by level."""
+    curve: tuple[SimulatedStep, ...] = ()
+    validation_loss: float | None = None
+
+    @property
+    def step_s(self) -> float:
+        """The mean virtual seconds of a step."""
+        return self.seconds / self.steps
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what is written of it as JSON."""
+        curve = [asdict(each) | {"loss": each.loss} for each in self.curve]
+        loss = self.curve[-1].loss if self.curve else None
+        more = {"loss": loss, "step_s": self.step_s, "utilisation": self.use.computing}
+        return asdict(self) | more | {"curve": curve}
 
 
 class VirtualClock:
@@ -161,23 +210,6 @@ class VirtualClock:
             return TimeUse.of(computed_s, self._straggling_s, self._link_s, max(0.0, rest))
 
 
-@dataclass(frozen=True)
-class TimeOutcome:
-    """The virtual seconds of a run, what they were used for, and what one worker sent."""
-
-    plan: str
-    workers: int
-    steps: int
-    seconds: float
-    sent_bytes: float
-    use: TimeUse
-
-    @property
-    def step_s(self) -> float:
-        """The mean seconds of a step."""
-        return self.seconds / self.steps
-
-
 class TimeOnly:
     """Simulates the time of a run."""
 
@@ -204,7 +236,7 @@ class TimeOnly:
         """When what is due after a step has arrived at each worker."""
         self._computed_s = self._straggling_s = self._link_s = 0.0
 
-    def run(self, steps: int) -> TimeOutcome:
+    def run(self, steps: int) -> SimulatedOutcome:
         """Simulate so many steps."""
         sent_bytes = 0.0
         for step in range(1, steps + 1):
@@ -218,7 +250,8 @@ class TimeOnly:
                 self._send([each for each in sent if (each.workers, each.delay) == (size, delay)], step)
             sent_bytes += sum(each.wire_bytes for each in sent)
         use = TimeUse.of(self._computed_s, self._straggling_s, self._link_s)
-        return TimeOutcome(repr(self.plan), self.workers, steps, float(self._now.max()), sent_bytes, use)
+        seconds, numbers = float(self._now.max()), self._prediction.scenario.shapes.parameters
+        return SimulatedOutcome(repr(self.plan), self.workers, numbers, steps, seconds, sent_bytes, use, self.workers)
 
     def _sent_at(self, step: int) -> list[Transfer]:
         place = step - self._prediction.resolved.schedule.start

@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
-from statistics import fmean
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -32,7 +31,7 @@ from laconic.tools.lab.script import lr_share
 from laconic.tools.lab.tasks import Lab, loss_of, make_task, validation_loss
 from laconic.tools.machine import usable_cores
 from laconic.tools.planner.shapes import made_by
-from laconic.tools.simulate.clock import Conditions, TimeUse, VirtualClock
+from laconic.tools.simulate.clock import Conditions, SimulatedOutcome, SimulatedStep, VirtualClock
 from laconic.tools.simulate.in_process import InProcessGroup, InProcessWorld, Members, ring_sum
 
 Loss: TypeAlias = Callable[[nn.Module, int, int], Tensor]
@@ -112,54 +111,6 @@ class SimulatedRun:
     failures: tuple[Failure, ...] = ()
 
 
-@dataclass(frozen=True)
-class SimulatedStep:
-    """One step of all workers: the loss of each, the latest virtual time, and what the first has sent so far."""
-
-    step: int
-    losses: tuple[float, ...]
-    seconds: float
-    sent_bytes: int
-
-    @property
-    def loss(self) -> float:
-        """The mean of the workers' losses."""
-        return fmean(self.losses)
-
-
-@dataclass(frozen=True)
-class SimulatedOutcome:
-    """A simulated training: its steps, without those that faults have undone, and its validation loss at the end."""
-
-    plan: str
-    workers: int
-    left: int
-    """The workers that were not lost."""
-    parameters: int
-    curve: tuple[SimulatedStep, ...]
-    validation_loss: float | None
-    level_bytes: dict[str, int]
-    """What worker 0, or the first that is left, has sent by level."""
-    use: TimeUse
-
-    @property
-    def last(self) -> SimulatedStep:
-        """The last step."""
-        return self.curve[-1]
-
-    @property
-    def step_s(self) -> float:
-        """The mean virtual seconds of a step."""
-        return self.last.seconds / self.last.step
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what is written of it as JSON."""
-        last = self.last
-        totals = {"steps": last.step, "loss": last.loss, "seconds": last.seconds, "sent_bytes": last.sent_bytes}
-        curve = [asdict(each) | {"loss": each.loss} for each in self.curve]
-        return asdict(self) | totals | {"step_s": self.step_s, "utilisation": self.use.computing, "curve": curve}
-
-
 @dataclass(eq=False)
 class Training:
     """Runs a simulation; iterate over `steps()`."""
@@ -236,15 +187,19 @@ class Training:
     def outcome(self, steps: Sequence[SimulatedStep]) -> SimulatedOutcome:
         """Return the results, when all `steps()` are done."""
         totals = self._ledgers[self.alive[0]].totals(by="level")
+        curve = tuple({each.step: each for each in steps}.values())  # a step that was undone comes again
         return SimulatedOutcome(
             plan=repr(self.run.plan),
             workers=self.run.workers,
-            left=len(self.alive),
             parameters=sum(p.numel() for p in self.task.model.parameters() if p.requires_grad),
-            curve=tuple({each.step: each for each in steps}.values()),  # a step that was undone comes again
-            validation_loss=self.validation_loss(),
-            level_bytes={level: total.wire_bytes for level, total in totals.items()},
+            steps=curve[-1].step,
+            seconds=curve[-1].seconds,
+            sent_bytes=curve[-1].sent_bytes,
             use=self.clock.use(),
+            left=len(self.alive),
+            level_bytes={level: total.wire_bytes for level, total in totals.items()},
+            curve=curve,
+            validation_loss=self.validation_loss(),
         )
 
     def _work(self, worker: int) -> None:

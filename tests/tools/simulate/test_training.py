@@ -16,7 +16,8 @@ from laconic.tools.compare.reporter import control_group, mean_over, mean_weight
 from laconic.tools.lab import script
 from laconic.tools.lab.tasks import Lab, make_task
 from laconic.tools.machine import usable_cores
-from laconic.tools.simulate.training import SimulatedRun, SimulatedStep, Training, lab_task
+from laconic.tools.simulate.clock import SimulatedStep
+from laconic.tools.simulate.training import SimulatedRun, Training, lab_task
 from tests.workers import run_workers
 
 PLANS = (
