@@ -1,9 +1,11 @@
 """`laconic probe`: measure a network, the codecs and a training step, before a plan is chosen."""
 
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -17,11 +19,20 @@ from laconic.cli import options
 from laconic.cli.output import check_writable, console, table
 from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import Link, NoSlowLink, slow_link
-from laconic.tools.launch.workers import WorkerNetwork, check_workers, found_place, workers_here
+from laconic.tools.launch.output import following, worker_file
+from laconic.tools.launch.workers import (
+    WorkerNetwork,
+    check_workers,
+    found_place,
+    python,
+    run_folder,
+    run_workers,
+    workers_here,
+)
 from laconic.tools.machine import usable_cores
 from laconic.tools.planner.network import fit
 from laconic.tools.planner.predict import PLANS
-from laconic.tools.planner.probe import ProbeOptions, Show, launch_probe, process_group, run_probe
+from laconic.tools.planner.probe import ProbeOptions, process_group, run_probe
 from laconic.tools.planner.probe_data import OPS, Probe
 from laconic.tools.units import duration, human_bytes, rate_text
 
@@ -56,13 +67,7 @@ def probe(
     """
     connected = options.link_of(link, workers)
     count = workers_here(workers if connected is None else connected.workers)
-    chosen = ProbeOptions(
-        model=model,
-        plans=tuple(map(parse_plan, plan or ())),
-        groups=tuple(groups or ()),
-        longest_s=longest,
-        link=None if connected is None else str(connected),
-    )
+    chosen = ProbeOptions(model, tuple(map(parse_plan, plan or ())), groups=tuple(groups or ()), longest_s=longest)
     chosen.check(count)
     check_writable(out, "--out")
     if link is not None:
@@ -72,8 +77,8 @@ def probe(
         check_workers(count, usable_cores())
         found = _launched(chosen, count, connected)
     else:
-        with process_group(), _progress(shown=place.worker == 0) as show:
-            found = run_probe(chosen, show)
+        with process_group(), _progress() as show:
+            found = run_probe(chosen, lambda done, text: show(f"{done:4.0%} {text}") if place.worker == 0 else None)
     if place is None or place.worker == 0:
         found.write(out)
         print_summary(found)
@@ -81,9 +86,19 @@ def probe(
 
 
 def _launched(chosen: ProbeOptions, workers: int, link: Link | None) -> Probe:
+    """Start workers, on hosts of their own if there is a link, each of which runs this command."""
+    given = [f"--longest={chosen.longest_s}", *(f"--groups={size}" for size in chosen.groups)]
+    given += [f"--plan={plan!r}" for plan in chosen.plans] + (
+        [] if chosen.model is None else [f"--model={chosen.model}"]
+    )
     try:
-        with nullcontext() if link is None else slow_link(link) as slow, _progress() as show:
-            return launch_probe(chosen, workers, WorkerNetwork(slow), show)
+        with run_folder() as folder, nullcontext() if link is None else slow_link(link) as slow, _progress() as show:
+            out, stderr = folder / "probe.json", worker_file(folder, 0)
+            with following(stderr, lambda line: show(line) if re.match(r" *\d+% ", line) else None):
+                command = python("-m", "laconic", "probe", f"--out={out}", *given)
+                network = WorkerNetwork(slow)
+                run_workers(command, workers, folder, network, title="the probe", has_ended=lambda worker: out.exists())
+            return replace(Probe.read(out), link=None if link is None else str(link))
     except NoSlowLink as error:
         raise UsageError(
             f"--link {link}: no real link can be made here ({error}), and a probe measures only real ones. "
@@ -92,13 +107,13 @@ def _launched(chosen: ProbeOptions, workers: int, link: Link | None) -> Probe:
 
 
 @contextmanager
-def _progress(shown: bool = True) -> Iterator[Show]:
+def _progress() -> Iterator[Callable[[str], None]]:
     """Show on stderr what is measured: in one line of a terminal, elsewhere a line for each stage."""
-    if not shown or not sys.stderr.isatty():
-        yield lambda done, text: print(f"{done:4.0%} {text}", file=sys.stderr, flush=True) if shown else None
-        return
-    with Console(stderr=True).status("starting workers") as status:
-        yield lambda done, text: status.update(f"{done:4.0%} {text}")
+    if sys.stderr.isatty():
+        with Console(stderr=True).status("starting workers") as status:
+            yield status.update
+    else:
+        yield partial(print, file=sys.stderr, flush=True)
 
 
 def print_summary(probe: Probe) -> None:

@@ -3,6 +3,7 @@
 import json as json_format
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -30,7 +31,11 @@ from laconic.tools.simulate.training import (
 )
 from laconic.tools.units import DURATION, duration, human_bytes, parse, percent
 
-_TIME = "The virtual clock"
+_time = partial(typer.Option, rich_help_panel="The virtual clock")
+_JITTER = "Standard deviation of a worker's step, relative to it."
+_LINK = '200mbit, or "8 @ 300GB/s, 8 @ 1Gb/s". Default: no time.'
+_FAIL = "5@300: worker 5 is lost when step 300 begins; repeat for more."
+_MODEL = typer.Option(help="gpt, resnet, or module:function (docs/simulate.md).", rich_help_panel="The model")
 
 
 def simulate(
@@ -38,28 +43,13 @@ def simulate(
     plan: Annotated[list[str] | None, typer.Option(help="A plan; repeat for more. Default: ddp().")] = None,
     workers: Annotated[int, typer.Option(help="Workers.")] = 64,
     steps: options.Steps = 100,
-    step: Annotated[str, typer.Option(help="What a step computes for, such as 50ms.", rich_help_panel=_TIME)] = "50ms",
-    jitter: Annotated[
-        float, typer.Option(help="Standard deviation of a worker's step, relative to it.", rich_help_panel=_TIME)
-    ] = 0.0,
-    link: Annotated[
-        str | None,
-        typer.Option(help='200mbit, or "8 @ 300GB/s, 8 @ 1Gb/s". Default: no time.', rich_help_panel=_TIME),
-    ] = None,
-    latency: Annotated[
-        str | None, typer.Option(help="Latency of a message, such as 0.2ms. Default: 0.", rich_help_panel=_TIME)
-    ] = None,
-    fail: Annotated[
-        list[str] | None,
-        typer.Option(help="5@300: worker 5 is lost when step 300 begins; repeat for more.", rich_help_panel=_TIME),
-    ] = None,
-    time_only: Annotated[
-        bool, typer.Option("--time-only", help="Do not train: the clock alone.", rich_help_panel=_TIME)
-    ] = False,
-    model: Annotated[
-        str,
-        typer.Option(help="gpt, resnet, or module:function (docs/simulate.md).", rich_help_panel="The model"),
-    ] = DEFAULT.model,
+    step: Annotated[str, _time(help="What a step computes for, such as 50ms.")] = "50ms",
+    jitter: Annotated[float, _time(help=_JITTER)] = 0.0,
+    link: Annotated[str | None, _time(help=_LINK)] = None,
+    latency: Annotated[str | None, _time(help="Latency of a message, such as 0.2ms. Default: 0.")] = None,
+    fail: Annotated[list[str] | None, _time(help=_FAIL)] = None,
+    time_only: Annotated[bool, _time("--time-only", help="Do not train: the clock alone.")] = False,
+    model: Annotated[str, _MODEL] = DEFAULT.model,
     layers: options.Layers = DEFAULT.layers,
     width: options.Width = DEFAULT.width,
     seed: options.Seed = DEFAULT.seed,

@@ -1,19 +1,14 @@
 """A probe: everything that is measured before a plan is chosen, in under a minute.
 
-`run_probe` measures as one worker of a process group. `launch_probe` starts workers on this machine that do: this file
-is also their program, `python -m laconic.tools.planner.probe FOLDER`.
+`run_probe` measures as one worker of a process group.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,11 +16,8 @@ from torch import Tensor, nn
 
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never
-from laconic.plans.text import plan as parse_plan
 from laconic.tools.errors import UsageError, check_positive
 from laconic.tools.lab.tasks import Lab, loss_of, make_task
-from laconic.tools.launch.output import following
-from laconic.tools.launch.workers import WorkerNetwork, python, run_folder, run_workers
 from laconic.tools.machine import versions
 from laconic.tools.planner.measure import Meter, devices, time_codec, time_collective, time_step
 from laconic.tools.planner.predict import PLANS
@@ -34,7 +26,6 @@ from laconic.tools.planner.shapes import made_by
 
 Show = Callable[[float, str], None]
 """Takes the share of the probe that is done, from 0 to 1, and what is measured now."""
-PROGRESS = "progress.jsonl"
 RULE = (
     "It is called without arguments, and returns a torch.nn.Module, or a module and a function that computes the loss "
     "of its next batch"
@@ -45,7 +36,7 @@ RULE = (
 class ProbeOptions:
     """What to measure: the lab's model, or that of a "module:function", under the plans of the front and others.
 
-    `longest_s` is the time of the largest collective. `link` is the one that was asked for, kept for the file.
+    `longest_s` is the time of the largest collective.
     """
 
     model: str | None = None
@@ -53,7 +44,6 @@ class ProbeOptions:
     front: bool = True
     groups: tuple[int, ...] = ()
     longest_s: float = 0.5
-    link: str | None = None
 
     def check(self, workers: int) -> None:
         """Refuse mistakes before any worker starts."""
@@ -66,9 +56,6 @@ class ProbeOptions:
                 )
         if self.model is not None and ":" not in self.model:
             raise UsageError(f"--model {self.model}: write module:function. {RULE}.")
-
-
-# 1. As one worker of a process group.
 
 
 @contextmanager
@@ -122,7 +109,6 @@ def _measure(meter: Meter, options: ProbeOptions, show: Show) -> Probe:
         codecs=tuple(codecs),
         model=ModelShapes(name, shapes),
         step=step,
-        link=options.link,
         versions=versions(),
     )
 
@@ -152,35 +138,3 @@ def load_model(
     if not isinstance(users_model, nn.Module) or not (users_loss is None or callable(users_loss)):
         raise UsageError(f"--model {name}: it returned {type(made).__name__}. {RULE}.")
     return name, users_model.to(device), users_loss
-
-
-# 2. On workers that are started here.
-
-
-def launch_probe(options: ProbeOptions, workers: int, network: WorkerNetwork, show: Show) -> Probe:
-    """Start workers, on hosts of their own if there is a link, and return what they have measured."""
-    given = asdict(replace(options, plans=())) | {"plans": [repr(plan) for plan in options.plans]}
-    with run_folder() as folder:
-        (folder / "options.json").write_text(json.dumps(given))
-        with following(folder / PROGRESS, lambda line: show(*json.loads(line))):
-            run_workers(python("-m", __name__, str(folder)), workers, folder, network, title="the probe")
-        return Probe.read(folder / "probe.json")
-
-
-def _main(folder: Path) -> None:
-    given = json.loads((folder / "options.json").read_text())
-    plans = tuple(map(parse_plan, given.pop("plans")))
-    options = ProbeOptions(**given | {"plans": plans, "groups": tuple(given["groups"])})
-    with process_group():
-        first = os.environ["RANK"] == "0"
-        with (folder / PROGRESS if first else Path(os.devnull)).open("w", buffering=1) as progress:
-            probe = run_probe(options, lambda done, text: print(json.dumps([done, text]), file=progress))
-        if first:
-            probe.write(folder / "probe.json")
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    # A thread of gloo may release its last tensor only now, and abort an interpreter that shuts down (torch 2.13).
-    os._exit(0)

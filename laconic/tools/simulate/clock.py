@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from math import inf
 from statistics import fmean
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from laconic import Plan, ddp
 from laconic.plans.schedules import Payload
 from laconic.tools.errors import UsageError
-from laconic.tools.launch.links import Link
+from laconic.tools.launch.links import Level, Link
 from laconic.tools.planner.network import ComputedNetwork, Message, Network, released_s
 from laconic.tools.planner.predict import Prediction, Scenario, Transfer
 from laconic.tools.planner.shapes import Shapes
@@ -28,26 +29,26 @@ from laconic.tools.simulate.in_process import Collective, Members
 from laconic.values import is_number
 
 
+NO_TIME = ComputedNetwork(Link((Level(1, inf),)))
+"""A network on which sending takes no time."""
+
+
 @dataclass(frozen=True)
 class Conditions:
     """How long computing and sending takes.
 
     `step_s` is what a step computes for. `jitter` is its standard deviation, relative to it, drawn for each worker and
-    step. Without a network, sending takes no time.
+    step.
     """
 
     step_s: float = 0.05
     jitter: float = 0.0
-    network: Network | None = None
+    network: Network = NO_TIME
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not is_number(self.jitter) or self.jitter < 0:
             raise UsageError(f"--jitter {self.jitter:g}: it must not be negative. Write --jitter 0.1 for 10 %.")
-
-    def collective_s(self, op: str, payload_bytes: float, workers: int) -> float:
-        """Return the seconds of a collective among `workers` neighbours."""
-        return 0.0 if self.network is None else self.network.seconds(op, payload_bytes, workers)
 
 
 def arrival(ready: Tensor, free: Tensor, queued: Sequence[Message], step_s: float) -> Tensor:
@@ -183,7 +184,7 @@ class VirtualClock:
             done += each.payload_bytes
             early = self._overlap and each.phase == Payload.GRADIENT
             release_s = released_s(done / total, step_s) if early else step_s
-            found.append(Message(release_s, self._conditions.collective_s(each.op, each.payload_bytes, workers)))
+            found.append(Message(release_s, self._conditions.network.seconds(each.op, each.payload_bytes, workers)))
         return found
 
     def after_step(self, worker: int, step: int) -> None:
@@ -217,8 +218,7 @@ class TimeOnly:
         self, plan: Plan, shapes: Shapes, workers: int, conditions: Conditions, machine: int | None = None
     ) -> None:
         self.plan, self.workers, self._given = plan, workers, conditions
-        network = conditions.network or ComputedNetwork(Link(()))  # not asked where sending takes no time
-        scenario = Scenario(shapes, workers, network, conditions.step_s, machine=machine)
+        scenario = Scenario(shapes, workers, conditions.network, conditions.step_s, machine=machine)
         self._prediction = Prediction(plan, scenario)
         start = self._prediction.resolved.schedule.start
         self._warm_up = Prediction(ddp(), scenario) if start > 1 else self._prediction
@@ -269,7 +269,7 @@ class TimeOnly:
     def _send(self, sent: Sequence[Transfer], step: int) -> None:
         """Let groups of neighbours wait for their slowest worker, and send; what has a delay is not waited for."""
         size, delay, step_s = sent[0].workers, sent[0].delay, self._given.step_s
-        queued = sorted((self._message(each) for each in sent), key=lambda message: message.release_s)
+        queued = sorted((Message(each.released_s(step_s), each.seconds(self._given.network)) for each in sent), key=lambda message: message.release_s)
         now, free = self._now.view(-1, size), self._free.view(-1, size)  # [groups, workers of a group]
         ready = now.amax(1, keepdim=True)
         arrived = arrival(ready, free.amax(1, keepdim=True), queued, step_s)
@@ -281,10 +281,6 @@ class TimeOnly:
         self._straggling_s += float((ready - now).sum())
         self._link_s += float((end - ready).sum()) * size
         now.copy_(end.expand_as(now))
-
-    def _message(self, sent: Transfer) -> Message:
-        network = self._given.network
-        return Message(sent.released_s(self._given.step_s), 0.0 if network is None else sent.seconds(network))
 
 
 def _seconds(value: float) -> Tensor:

@@ -37,13 +37,12 @@ Members: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a flush, and to which of its exchanges it belongs."""
+    """One collective of a flush."""
 
     op: str
     payload_bytes: int
     phase: str
     step: int
-    exchange: int
 
 
 Served: TypeAlias = Callable[[Members, list[Collective]], None]
@@ -195,7 +194,7 @@ class InProcessQueue(CollectiveQueue):
         if not running:
             return
         sent: list[Collective] = []
-        exchanges = [self._recorded(each, index, sent) for index, each in enumerate(running)]
+        exchanges = [self._recorded(each, sent) for each in running]
         place = self._place
         try:
             place.world.run_together(place.members, place.worker, in_turn(exchanges), sent)
@@ -206,7 +205,7 @@ class InProcessQueue(CollectiveQueue):
             if not all(each.batch.quiet for each in running):
                 raise
 
-    def _recorded(self, running: Running, index: int, sent: list[Collective]) -> Exchange[Any]:
+    def _recorded(self, running: Running, sent: list[Collective]) -> Exchange[Any]:
         """Run an exchange, record its collectives, and complete the futures of its caller."""
 
         def see(request: Request | Decide) -> Exchange[Tensor]:
@@ -215,7 +214,7 @@ class InProcessQueue(CollectiveQueue):
                 running.request, running.launched_s = request, time.perf_counter()
                 running.round += 1
                 running.record(self.ledger, self.peers, self.level)
-                sent.append(Collective(operation(request), payload_bytes(request), running.phase, running.step, index))
+                sent.append(Collective(operation(request), payload_bytes(request), running.phase, running.step))
             return answer
 
         running.result, running.ended = (yield from intercept(running.exchange, see)), True

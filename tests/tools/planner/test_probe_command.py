@@ -44,7 +44,7 @@ def test_an_error_of_a_worker(outside, tmp_path):  # noqa: F811
     path = tmp_path / "probe.json"
     ended = outside("-m", "laconic", "probe", "--workers", "2", "--model", "math:sqrt", "--out", str(path))
     assert ended.code == 1
-    assert "of the probe failed: UsageError: --model math:sqrt: TypeError: " in ended.err
+    assert "of the probe failed: laconic: --model math:sqrt: TypeError: " in ended.err
     assert not path.exists()
 
 

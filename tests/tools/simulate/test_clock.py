@@ -20,7 +20,7 @@ MBIT = ComputedNetwork(link("8mbit", workers=2))  # a megabyte a second
 
 
 def _sent(size: int, phase: str = "weights", step: int = 1) -> Collective:
-    return Collective("all_reduce", size, phase, step, 0)
+    return Collective("all_reduce", size, phase, step)
 
 
 def test_workers_wait_for_the_slowest_and_for_the_link():
