@@ -15,16 +15,13 @@ from laconic.cli.output import PipedConsole, table
 from laconic.codecs import Exact
 from laconic.cost import meta, size_of
 from laconic.exchange import check_sizes
-from laconic.plans.methods import Group
 from laconic.plans.plan import Plan
 from laconic.plans.targets import Kind
 from laconic.plans.text import plan as parse_plan
 from laconic.tools.errors import UsageError, check_count
-from laconic.tools.launch.links import Link
-from laconic.tools.launch.links import link as parse_link
-from laconic.tools.planner.network import ComputedNetwork, MeasuredNetwork
-from laconic.tools.planner.predict import Forecast, Prediction, Scenario, plans_of
-from laconic.tools.planner.probe_data import MACHINE, Probe, ProbeError
+from laconic.tools.planner.network import ComputedNetwork, MeasuredNetwork, Network, computed_network
+from laconic.tools.planner.predict import Forecast, Prediction, Scenario
+from laconic.tools.planner.probe_data import MACHINE, Probe
 from laconic.tools.planner.quality import Kept
 from laconic.tools.planner.shapes import Shapes, adapters, from_count, from_module
 from laconic.tools.units import COUNT, DURATION, human_bytes, parse, percent, rate_text
@@ -64,7 +61,7 @@ class PlanOptions:
 def show(options: PlanOptions) -> None:
     """Predict each plan, and print the advice, a table and notes; or everything as JSON."""
     torch.set_num_threads(1)  # equations in five unknowns: more threads only wait for each other
-    measured = None if options.probe is None else _probe(options.probe)
+    measured = None if options.probe is None else Probe.read(options.probe)
     forecast = make_forecast(options, measured)
     if options.json:
         print(json.dumps(forecast.as_json(), indent=1))
@@ -109,16 +106,9 @@ def make_forecast(options: PlanOptions, measured: Probe | None) -> Forecast:
         (options.optimizer,),
     )
     try:
-        return Forecast(given or plans_of(_group(scenario)), scenario)
+        return Forecast(given or scenario.front, scenario)
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _group(s: Scenario) -> Group:
-    """Return the groups of workers that share a link to the others, if there are such."""
-    if not 1 < s.sharing < s.workers:
-        return None
-    return "machine" if s.sharing == s.machine else s.sharing
 
 
 def _notes(forecast: Forecast, measured: Probe | None, all_columns: bool) -> list[str]:
@@ -214,33 +204,16 @@ def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
-def _probe(path: Path) -> Probe:
-    try:
-        return Probe.read(path)
-    except ProbeError as error:
-        raise UsageError(f"--probe {error}") from None
-
-
-def _network(options: PlanOptions, probe: Probe | None) -> tuple[ComputedNetwork | MeasuredNetwork, int, int | None]:
+def _network(options: PlanOptions, probe: Probe | None) -> tuple[Network, int, int | None]:
     """Return the network, its workers, and those of one machine if it has machines of several."""
-    latency = options.latency
     if options.link is not None:
-        found = _link(options.link, options.workers)
-        machine = found.levels[0].count if len(found.levels) > 1 else None
-        return (
-            ComputedNetwork(found, 0.0 if latency is None else parse(latency, DURATION, "--latency")),
-            found.workers,
-            machine,
-        )
+        if options.workers is None and "@" not in options.link:
+            raise UsageError(f"--link {options.link}: the number of workers is missing. Add --workers 4.")
+        network = computed_network(options.link, options.latency, options.workers)
+        return network, network.link.workers, network.link.machine
     if probe is None:
         raise UsageError("a network is missing. Give --link 1gbit --workers 4, or --probe probe.json.")
     return MeasuredNetwork(probe.timings, probe.workers), probe.workers, probe.levels.get(MACHINE)
-
-
-def _link(text: str, workers: int | None) -> Link:
-    if workers is None and "@" not in text:
-        raise UsageError(f"--link {text}: the number of workers is missing. Add --workers 4.")
-    return parse_link(text, workers)
 
 
 def _step_s(step: str | None, probe: Probe | None) -> float:

@@ -16,11 +16,10 @@ from laconic.cli.output import console, table
 from laconic.cli.view import PLAIN_LINES
 from laconic.tools.errors import UsageError, check_count
 from laconic.tools.lab.tasks import check_data, make_model
-from laconic.tools.launch.links import link as parse_link
 from laconic.tools.launch.workers import variables
-from laconic.tools.planner.network import ComputedNetwork
+from laconic.tools.planner.network import computed_network
 from laconic.tools.planner.shapes import Shapes
-from laconic.tools.simulate.clock import Conditions, SimulatedOutcome, TimeOnly
+from laconic.tools.simulate.clock import NO_TIME, Conditions, SimulatedOutcome, TimeOnly
 from laconic.tools.simulate.training import (
     SimulatedRun,
     SimulatedTask,
@@ -63,8 +62,8 @@ def simulate(
     plans = [parse_plan(text) for text in plan or ["ddp()"]]
     place = model if ":" in model else None
     settings = options.lab_settings(command, model=DEFAULT.model if place else model)
-    network = _network(link, latency, workers)
-    machine = network.link.levels[0].count if network is not None and len(network.link.levels) > 1 else None
+    network = NO_TIME if link is None else computed_network(link, latency, workers)
+    machine = network.link.machine
     given = Conditions(parse(step, DURATION, "--step"), jitter, network, seed)
     outcomes = []
     if time_only:
@@ -85,7 +84,7 @@ def simulate(
     if json:
         sys.stdout.write(json_format.dumps({"runs": [each.as_json() for each in outcomes]}) + "\n")
     else:
-        _show(outcomes, network)
+        _show(outcomes, "" if link is None else f", link {network.link}")
 
 
 def _train(run: SimulatedRun, task: SimulatedTask, quiet: bool) -> SimulatedOutcome:
@@ -101,17 +100,10 @@ def _train(run: SimulatedRun, task: SimulatedTask, quiet: bool) -> SimulatedOutc
     return training.outcome(steps)
 
 
-def _network(text: str | None, latency: str | None, workers: int) -> ComputedNetwork | None:
-    if text is None:
-        return None
-    return ComputedNetwork(parse_link(text, workers), 0.0 if latency is None else parse(latency, DURATION, "--latency"))
-
-
-def _show(outcomes: Sequence[SimulatedOutcome], network: ComputedNetwork | None) -> None:
+def _show(outcomes: Sequence[SimulatedOutcome], link: str) -> None:
     """Print a line for each plan: its losses if it trained, its time, and what the time was used for."""
     first = outcomes[0]
     lost = "" if first.left == first.workers else f" ({first.left} left)"
-    link = "" if network is None else f", link {network.link}"
     title = f"{first.parameters:,} parameters, {first.workers:,} workers{lost}, {first.steps} steps{link}"
     rows = []
     for each in outcomes:

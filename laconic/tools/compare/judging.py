@@ -53,9 +53,8 @@ def reference(outcomes: Sequence[Outcome]) -> Outcome:
     return _find(ddp(), outcomes) or next((each for each in outcomes if not each.without_link), outcomes[0])
 
 
-def without_communication(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The outcome of `alone()`, if there is one."""
-    return _find(alone(), outcomes)
+def _find(plan: Plan, outcomes: Sequence[Outcome]) -> Outcome | None:
+    return next((each for each in outcomes if each.plan == plan and not each.without_link), None)
 
 
 def ceiling(outcomes: Sequence[Outcome]) -> Outcome | None:
@@ -78,7 +77,7 @@ def kept_fraction(alone: float, plan: float, ddp: float) -> float | None:
 
 def kept(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
     """What an outcome keeps; None without `alone()` or `ddp()`, or equal steps, or where the gap is mere noise."""
-    floor, top = without_communication(outcomes), _find(ddp(), outcomes)
+    floor, top = _find(alone(), outcomes), _find(ddp(), outcomes)
     losses = [] if floor is None or top is None else losses_at_equal_steps([floor, outcome, top])
     return kept_beside(outcomes, *losses) if losses else None
 
@@ -93,14 +92,14 @@ def kept_beside(outcomes: Sequence[Outcome], alone: float, plan: float, ddp: flo
 
 def final_gap(outcomes: Sequence[Outcome]) -> Gap | None:
     """The gap at the last step that both baselines have; None without them."""
-    floor, top = without_communication(outcomes), _find(ddp(), outcomes)
+    floor, top = _find(alone(), outcomes), _find(ddp(), outcomes)
     losses = [] if floor is None or top is None else losses_at_equal_steps([floor, top])
     return Gap(losses[0] - losses[1], gap_noise(outcomes)) if losses else None
 
 
 def gap_noise(outcomes: Sequence[Outcome]) -> float | None:
     """The standard deviation of the gap from one validation to the next; None without three at equal steps."""
-    floor, top = without_communication(outcomes), _find(ddp(), outcomes)
+    floor, top = _find(alone(), outcomes), _find(ddp(), outcomes)
     if floor is None or top is None:
         return None
     alone_at, ddp_at = ({p.step: p.loss for p in _independent(each)} for each in (floor, top))
@@ -131,7 +130,7 @@ def efficiency(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
 
 def no_better_than_alone(outcome: Outcome, outcomes: Sequence[Outcome]) -> bool:
     """Whether workers would have done as well without synchronising: sooner at the target, or with as low a loss."""
-    floor = without_communication(outcomes)
+    floor = _find(alone(), outcomes)
     if floor is None or outcome is floor or outcome.without_link:
         return False
     if floor.reached or outcome.reached:
@@ -243,7 +242,7 @@ def _to_target(first: Outcome, compared: Sequence[Outcome], outcomes: Sequence[O
     best = min(reached, key=lambda outcome: outcome.seconds)
     over = "" if first.link is None else f" over {first.link}"
     reaches = f"{best.plan} reaches {aim} in {duration(best.seconds)}{over}"
-    floor, speed = without_communication(compared), efficiency(best, outcomes)
+    floor, speed = _find(alone(), compared), efficiency(best, outcomes)
     if best in (first, floor):
         return f"{reaches}; no other plan is sooner." if len(compared) > 1 else f"{reaches}."
     others = [first] if floor in (None, first) else [floor, first]
@@ -332,10 +331,6 @@ def _less(first: Outcome, best: Outcome) -> str:
     if by_first >= by_best:
         return f"sends {times(by_first, by_best)} less{where}"
     return f"sends {times(by_best, by_first or 1)} more{where}"
-
-
-def _find(plan: Plan, outcomes: Sequence[Outcome]) -> Outcome | None:
-    return next((each for each in outcomes if each.plan == plan and not each.without_link), None)
 
 
 def _lower(loss: float, than: float) -> bool:

@@ -68,6 +68,11 @@ class Link:
         return min(crossed, default=self.levels[0].rate_bps)
 
     @property
+    def machine(self) -> int | None:
+        """The workers of one machine: the innermost level of several."""
+        return self.levels[0].count if len(self.levels) > 1 else None
+
+    @property
     def sharing(self) -> int:
         """How many neighbouring workers share one of the slowest links.
 

@@ -26,8 +26,9 @@ from operator import mul
 from typing import TypeAlias
 
 from laconic.ledger import crossing_bytes
-from laconic.tools.launch.links import Level, Link
+from laconic.tools.launch.links import Level, Link, link
 from laconic.tools.planner.probe_data import Timing
+from laconic.tools.units import DURATION, parse
 
 BACKWARD_SHARE = 2 / 3
 """The share of a step that the backward pass takes: it computes two products where the forward pass computes one."""
@@ -63,6 +64,11 @@ class ComputedNetwork:
         if workers < 2 or payload_bytes <= 0:
             return 0.0
         return collective_s(op, payload_bytes, workers, self.link.inside(workers), self.latency_s)
+
+
+def computed_network(text: str, latency: str | None, workers: int | None) -> ComputedNetwork:
+    """Return the network that --link and --latency describe."""
+    return ComputedNetwork(link(text, workers), 0.0 if latency is None else parse(latency, DURATION, "--latency"))
 
 
 def collective_s(op: str, payload_bytes: float, workers: int, link: Link, latency_s: float = 0.0) -> float:

@@ -117,6 +117,15 @@ class Scenario:
         """How many workers share the slowest link: those of one machine or of another group, or one."""
         return self.network.sharing
 
+    @property
+    def front(self) -> tuple[Plan, ...]:
+        """The front; where workers share links in groups, with its local plans between these groups, too."""
+        if not 1 < self.sharing < self.workers:
+            return PLANS
+        group: Group = "machine" if self.sharing == self.machine else self.sharing
+        between = (frugal(each, group=group) for each in ("30x", "60x", "120x"))
+        return (*PLANS, *between, diloco(period=16, group=group))
+
     def training(self, group: int = 1) -> TrainingFacts:
         """What is known of the training for what plans keep of it, for workers in groups that act as one."""
         kind = "muon" if "muon" in self.optimizers else self.optimizers[0]
@@ -360,12 +369,6 @@ class Prediction:
 
 
 # Several plans beside each other: ranked, as data, and as one sentence of advice.
-
-
-def plans_of(group: Group) -> tuple[Plan, ...]:
-    """Return the front; where workers share links in groups, with its local plans between these groups, too."""
-    between = (*(frugal(each, group=group) for each in ("30x", "60x", "120x")), diloco(period=16, group=group))
-    return PLANS if group is None else (*PLANS, *between)
 
 
 class Forecast:

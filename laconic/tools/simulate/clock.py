@@ -28,7 +28,6 @@ from laconic.tools.planner.shapes import Shapes
 from laconic.tools.simulate.in_process import Collective, Members
 from laconic.values import is_number
 
-
 NO_TIME = ComputedNetwork(Link((Level(1, inf),)))
 """A network on which sending takes no time."""
 
@@ -269,7 +268,10 @@ class TimeOnly:
     def _send(self, sent: Sequence[Transfer], step: int) -> None:
         """Let groups of neighbours wait for their slowest worker, and send; what has a delay is not waited for."""
         size, delay, step_s = sent[0].workers, sent[0].delay, self._given.step_s
-        queued = sorted((Message(each.released_s(step_s), each.seconds(self._given.network)) for each in sent), key=lambda message: message.release_s)
+        queued = sorted(
+            (Message(each.released_s(step_s), each.seconds(self._given.network)) for each in sent),
+            key=lambda message: message.release_s,
+        )
         now, free = self._now.view(-1, size), self._free.view(-1, size)  # [groups, workers of a group]
         ready = now.amax(1, keepdim=True)
         arrived = arrival(ready, free.amax(1, keepdim=True), queued, step_s)
