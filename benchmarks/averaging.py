@@ -189,8 +189,7 @@ def network(text: str | None, workers: int) -> Iterator[Any]:
     if text is None:
         yield None
         return
-    from laconic.tools.launch.links import link
-    from laconic.tools.launch.slow_link import slow_link
+    from laconic.tools.launch.links import link, slow_link
 
     with slow_link(link(text, workers)) as made:
         yield made.hosts

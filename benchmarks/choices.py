@@ -25,10 +25,8 @@ from laconic.cost import meta
 from laconic.tools.launch.links import Level, Link
 from laconic.tools.planner import quality
 from laconic.tools.planner.auto import choice
-from laconic.tools.planner.forecast import Forecast
-from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.network import ComputedNetwork
-from laconic.tools.planner.predict import Prediction, Scenario
+from laconic.tools.planner.predict import PLANS, Forecast, Prediction, Scenario
 from laconic.tools.planner.quality import Kept
 from laconic.tools.planner.shapes import Shapes
 

@@ -31,8 +31,7 @@ from ratios import write
 from torch import nn
 
 import laconic
-from laconic.tools.lab.settings import Lab
-from laconic.tools.lab.tasks import loss_of, make_task
+from laconic.tools.lab.tasks import Lab, loss_of, make_task
 
 _context = multiprocessing.get_context("forkserver")
 

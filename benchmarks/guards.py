@@ -35,8 +35,7 @@ from laconic.checks.digests import digests
 from laconic.checks.finite import is_finite
 from laconic.exchange import all_finite
 from laconic.guard import Signs, largest
-from laconic.tools.lab.settings import Lab
-from laconic.tools.lab.tasks import loss_of, make_task
+from laconic.tools.lab.tasks import Lab, loss_of, make_task
 
 STRETCH, WARM_UP = 16, 32
 

@@ -31,11 +31,10 @@ from contestants.tables import Run
 from contestants.worker import POINTS, Goal, Point
 
 from laconic.errors import PlanError
-from laconic.tools.launch.failures import WorkerError
-from laconic.tools.launch.folders import run_folder
+from laconic.tools.launch.links import SlowLink, slow_link
 from laconic.tools.launch.links import link as parse_link
-from laconic.tools.launch.slow_link import SlowLink, slow_link
-from laconic.tools.launch.workers import Stopped, WorkerNetwork, python, run_workers, stoppable
+from laconic.tools.launch.output import WorkerError
+from laconic.tools.launch.workers import Stopped, WorkerNetwork, python, run_folder, run_workers, stoppable
 
 WORKER = Path(__file__).parent / "contestants" / "worker.py"
 UNTIL_LOSS = 2.08  # as in docs/compare.md

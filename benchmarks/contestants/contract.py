@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from laconic.tools.compare.runs import VALIDATE_EVERY
-from laconic.tools.lab.settings import Lab
-from laconic.tools.lab.tasks import Batch, loss_of
+from laconic.tools.lab.tasks import Batch, Lab, loss_of
 
 SECONDS = 100.0
 SIOCGIFADDR = 0x8915  # of Linux: the address of an interface

@@ -26,11 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from contestants.contract import Host, Training
 from contestants.listed import named
-from laconic.tools.compare.reporter import control_group, interface_bytes
-from laconic.tools.compare.validating import mean_of, mean_over
+from laconic.tools.compare.reporter import control_group, interface_bytes, mean_of, mean_over
 from laconic.tools.lab.script import lr_share
-from laconic.tools.lab.settings import Lab
-from laconic.tools.lab.tasks import Task, make_task, validation_loss
+from laconic.tools.lab.tasks import Lab, Task, make_task, validation_loss
 from laconic.tools.machine import usable_cores
 
 POINTS = "points.jsonl"

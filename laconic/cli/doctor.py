@@ -14,11 +14,10 @@ from rich.text import Text
 
 from laconic.atomic_write import write_atomically
 from laconic.cli import options
-from laconic.cli.results import check_writable
-from laconic.cli.tables import console, table
+from laconic.cli.output import check_writable, console, table
 from laconic.errors import names
+from laconic.tools.doctor.checks import Finding, has_problem
 from laconic.tools.doctor.diagnosis import check_as_worker, check_here
-from laconic.tools.doctor.finding import Finding, has_problem
 from laconic.tools.doctor.injection import FACTORY, faults
 from laconic.tools.doctor.script import ScriptRun, inject_faults
 from laconic.tools.errors import UsageError, check_count, check_positive
@@ -62,7 +61,7 @@ def doctor(
     check_positive("timeout", timeout)
     check_positive("seconds", seconds)
     check_count("workers", workers)
-    run = _script_run(script, tuple(arguments or ()), workers, seconds, inject or [])
+    run = _script_run(script, arguments, workers, seconds, inject or [])
     shows = True
     if found_place(os.environ) is not None:
         findings, shows = check_as_worker(data, run, timeout)
@@ -80,25 +79,22 @@ def doctor(
 
 
 def _script_run(
-    script: Path | None, arguments: tuple[str, ...], workers: int | None, limit_s: float, inject: list[str]
+    script: Path | None, arguments: list[str] | None, workers: int | None, limit_s: float, inject: list[str]
 ) -> ScriptRun | None:
     try:
         wanted = faults(",".join(inject))
     except ValueError as error:
         raise UsageError(f"--inject {error}") from None
     under_launcher = found_place(os.environ) is not None
-    if wanted and under_launcher:
-        raise UsageError(
-            f"--inject {wanted[0]}: torchrun has already started the workers, and this option starts them itself. "
-            f"Run laconic without torchrun, or set LACONIC_INJECT and LACONIC_OBSERVERS={FACTORY} for your own run."
-        )
+    if wanted:
+        its_own = f", or set LACONIC_INJECT and LACONIC_OBSERVERS={FACTORY} for your own run"
+        options.refuse_under_torchrun(f"--inject {wanted[0]}", its_own)
     if script is None and wanted:
         raise UsageError(f"--inject {wanted[0]}: a fault needs a training. Give one with --script train.py.")
-    if script is None and arguments:
-        raise UsageError(f"-- {' '.join(arguments)}: these are for a script. Give one with --script train.py.")
+    given = options.script_arguments(arguments, script)
     if script is None:
         return None
-    run = ScriptRun(script, arguments, workers_here(workers), limit_s, wanted)
+    run = ScriptRun(script, given, workers_here(workers), limit_s, wanted)
     if not under_launcher:
         check_workers(run.workers, usable_cores())
     return run

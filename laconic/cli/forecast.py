@@ -11,31 +11,25 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from laconic.cli.tables import PipedConsole, table
+from laconic.cli.output import PipedConsole, table
 from laconic.codecs import Exact
 from laconic.cost import meta, size_of
 from laconic.exchange import check_sizes
-from laconic.plans.methods import Group
 from laconic.plans.plan import Plan
 from laconic.plans.targets import Kind
 from laconic.plans.text import plan as parse_plan
 from laconic.tools.errors import UsageError, check_count
-from laconic.tools.launch.links import Link
-from laconic.tools.launch.links import link as parse_link
-from laconic.tools.planner.forecast import Forecast
-from laconic.tools.planner.front import plans_of
-from laconic.tools.planner.network import ComputedNetwork, MeasuredNetwork
-from laconic.tools.planner.predict import Prediction, Scenario
-from laconic.tools.planner.probe_data import MACHINE, Probe, ProbeError
+from laconic.tools.planner.network import ComputedNetwork, MeasuredNetwork, Network, computed_network
+from laconic.tools.planner.predict import Forecast, Prediction, Scenario
+from laconic.tools.planner.probe_data import MACHINE, Probe
 from laconic.tools.planner.quality import Kept
-from laconic.tools.planner.shapes import Shapes, adapters, from_count, from_file, from_module
-from laconic.tools.units import BYTES, COUNT, DURATION, human_bytes, parse, percent, rate_text
+from laconic.tools.planner.shapes import Shapes, adapters, from_count, from_module
+from laconic.tools.units import COUNT, DURATION, human_bytes, parse, percent, rate_text
 
 OUTCOME = ("sent\na step", "step", "kept", "sooner\nthan ddp")
 """The columns that decide: "sooner" is to the same loss."""
 TIMES = ("sooner\nthan alone", "computing", "exposed", "steps faster\nthan ddp")
 DETAILS = ("memory", "break-even", "timeout", "sent by\na worker")
-MOST_LAYERS = 10_000
 NAMES: dict[Kind, str] = {"adaptive": "Adam or its like", "sgd": "SGD", "muon": "Muon"}
 ONE_TABLE = 165
 """The width of a terminal in which all columns fit into one table."""
@@ -47,13 +41,11 @@ PIPED = 100
 class PlanOptions:
     """The options of `laconic plan`, as they were given."""
 
-    plans: tuple[str, ...]
+    plan: list[str] | None
     probe: Path | None
     model: str | None
     parameters: str | None
     trainable: str | None
-    layers: int | None
-    shapes: Path | None
     bare: bool
     step: str | None
     steps: int
@@ -62,34 +54,34 @@ class PlanOptions:
     link: str | None
     latency: str | None
     noise: float | None
-    budget: str | None
+    all_: bool
+    json: bool
 
 
-def show(options: PlanOptions, all_columns: bool, as_json: bool) -> None:
+def show(options: PlanOptions) -> None:
     """Predict each plan, and print the advice, a table and notes; or everything as JSON."""
     torch.set_num_threads(1)  # equations in five unknowns: more threads only wait for each other
-    limit = None if options.budget is None else parse(options.budget, BYTES, "--budget")
-    measured = None if options.probe is None else _probe(options.probe)
+    measured = None if options.probe is None else Probe.read(options.probe)
     forecast = make_forecast(options, measured)
-    if as_json:
-        print(json.dumps(forecast.as_json(limit), indent=1))
+    if options.json:
+        print(json.dumps(forecast.as_json(), indent=1))
         return
-    console = PipedConsole(width=None if sys.stdout.isatty() else ONE_TABLE if all_columns else PIPED)
+    console = PipedConsole(width=None if sys.stdout.isatty() else ONE_TABLE if options.all_ else PIPED)
     console.print(f"{forecast.advice}\n", markup=False, highlight=False, soft_wrap=True)
-    console.print(*forecast_tables(forecast, console.width, limit, all_columns))
-    for line in _notes(forecast, measured, all_columns):
+    console.print(*forecast_tables(forecast, console.width, options.all_))
+    for line in _notes(forecast, measured, options.all_):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def make_forecast(options: PlanOptions, measured: Probe | None = None) -> Forecast:
+def make_forecast(options: PlanOptions, measured: Probe | None) -> Forecast:
     """Predict the plans that are asked for; by default the front, on levels of links also between groups."""
     # Before parsing: this command does not import auto(), so its texts of plans do not know the name.
-    if any(text.strip().removeprefix("laconic.").partition("(")[0] == "auto" for text in options.plans):
+    if any(text.strip().removeprefix("laconic.").partition("(")[0] == "auto" for text in options.plan or ()):
         raise UsageError(
             "--plan auto: it measures a training and then chooses one of the plans that are compared without --plan. "
             "Leave it out."
         )
-    given = [parse_plan(text) for text in options.plans]
+    given = [parse_plan(text) for text in options.plan or ()]
     check_count("workers", options.workers)
     check_count("steps", options.steps)
     shapes = _shapes(options, measured)
@@ -114,16 +106,9 @@ def make_forecast(options: PlanOptions, measured: Probe | None = None) -> Foreca
         (options.optimizer,),
     )
     try:
-        return Forecast(given or plans_of(_group(scenario)), scenario)
+        return Forecast(given or scenario.front, scenario)
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _group(s: Scenario) -> Group:
-    """Return the groups of workers that share a link to the others, if there are such."""
-    if not 1 < s.sharing < s.workers:
-        return None
-    return "machine" if s.sharing == s.machine else s.sharing
 
 
 def _notes(forecast: Forecast, measured: Probe | None, all_columns: bool) -> list[str]:
@@ -167,39 +152,34 @@ def check_levels(plan: Plan, workers: int, machine: int | None) -> None:
         raise UsageError(f"--plan {plan!r}: {error}") from None
 
 
-def forecast_tables(
-    forecast: Forecast, width: int, budget_bytes: float | None = None, all_columns: bool = False
-) -> list[Table]:
+def forecast_tables(forecast: Forecast, width: int, all_columns: bool = False) -> list[Table]:
     """One row for each plan, the soonest at the same loss first; in several tables, if the terminal is narrow."""
     s = forecast.scenario
     rate = rate_text(s.network.rate_bps, digits=4)
     if isinstance(s.network, ComputedNetwork):
         rate = str(s.network.link)
     title = f"{s.shapes.parameters:,} parameters, {s.workers} workers, {s.compute_s:.4g} s a step, {rate}"
-    outcome = OUTCOME if budget_bytes is None else (*OUTCOME, "within\nbudget")
-    shown: list[tuple[tuple[str, ...], str]] = [(outcome, title)]
-    if all_columns:
-        one = [(outcome + TIMES + DETAILS, title)]
-        shown = one if width >= ONE_TABLE else [(outcome, title), (TIMES, ""), (DETAILS, "")]
+    shown: list[tuple[tuple[str, ...], str]] = [(OUTCOME, title)]
+    if all_columns and width >= ONE_TABLE:
+        shown = [(OUTCOME + TIMES + DETAILS, title)]
+    elif all_columns:
+        shown += [(TIMES, ""), (DETAILS, "")]
     return [
         table(
             ("plan", *headings),
-            [
-                (repr(each.plan), *(_cell(name, each, forecast, budget_bytes) for name in headings))
-                for each in forecast.ranked
-            ],
+            [(repr(each.plan), *(_cell(name, each, forecast) for name in headings)) for each in forecast.ranked],
             title,
         )
         for headings, title in shown
     ]
 
 
-def _cell(heading: str, each: Prediction, forecast: Forecast, budget_bytes: float | None) -> str:
+def _cell(heading: str, each: Prediction, forecast: Forecast) -> str:
     if heading == "break-even":  # which takes long
         rate = None if each is forecast.ddp else each.break_even_bps(forecast.ddp)
         return "-" if rate is None else "any" if rate <= 0 else rate_text(rate, digits=3)
     low, high = each.interval_s
-    cells = {
+    return {
         "sent\na step": human_bytes(each.link_bytes_per_step),
         "sent by\na worker": human_bytes(each.sent_bytes_per_step),
         "step": f"{each.step_s:.3g} s" if low == high else f"{each.step_s:.3g} s\n{low:.2g} to {high:.2g}",
@@ -211,10 +191,7 @@ def _cell(heading: str, each: Prediction, forecast: Forecast, budget_bytes: floa
         "steps faster\nthan ddp": _times(forecast.ddp.step_s / each.step_s),
         "memory": human_bytes(each.memory_bytes),
         "timeout": f"{each.timeout_s} s",
-    }
-    if budget_bytes is not None:
-        cells["within\nbudget"] = "yes" if each.bytes_a_day <= budget_bytes else "no"
-    return cells[heading]
+    }[heading]
 
 
 def _kept(found: Kept | None) -> str:
@@ -227,33 +204,16 @@ def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
-def _probe(path: Path) -> Probe:
-    try:
-        return Probe.read(path)
-    except ProbeError as error:
-        raise UsageError(f"--probe {error}") from None
-
-
-def _network(options: PlanOptions, probe: Probe | None) -> tuple[ComputedNetwork | MeasuredNetwork, int, int | None]:
+def _network(options: PlanOptions, probe: Probe | None) -> tuple[Network, int, int | None]:
     """Return the network, its workers, and those of one machine if it has machines of several."""
-    latency = options.latency
     if options.link is not None:
-        found = _link(options.link, options.workers)
-        machine = found.levels[0].count if len(found.levels) > 1 else None
-        return (
-            ComputedNetwork(found, 0.0 if latency is None else parse(latency, DURATION, "--latency")),
-            found.workers,
-            machine,
-        )
+        if options.workers is None and "@" not in options.link:
+            raise UsageError(f"--link {options.link}: the number of workers is missing. Add --workers 4.")
+        network = computed_network(options.link, options.latency, options.workers)
+        return network, network.link.workers, network.link.machine
     if probe is None:
         raise UsageError("a network is missing. Give --link 1gbit --workers 4, or --probe probe.json.")
     return MeasuredNetwork(probe.timings, probe.workers), probe.workers, probe.levels.get(MACHINE)
-
-
-def _link(text: str, workers: int | None) -> Link:
-    if workers is None and "@" not in text:
-        raise UsageError(f"--link {text}: the number of workers is missing. Add --workers 4.")
-    return parse_link(text, workers)
 
 
 def _step_s(step: str | None, probe: Probe | None) -> float:
@@ -265,39 +225,31 @@ def _step_s(step: str | None, probe: Probe | None) -> float:
         )
     if probe.step is None:
         raise UsageError(
-            "the probe has no time of a step: its --model returned a model alone. Give --step 250ms, or probe again "
-            "with --step-script train.py."
+            "the probe has no time of a step: its --model returned a model alone. Give --step 250ms, or let --model "
+            "also return a function of the loss, and probe again."
         )
     return probe.step.seconds
 
 
 def _shapes(options: PlanOptions, probe: Probe | None) -> Shapes:
-    model, parameters, layers, shapes = options.model, options.parameters, options.layers, options.shapes
-    given = [name for name, value in (("--model", model), ("--parameters", parameters), ("--shapes", shapes)) if value]
-    if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)}: one model is enough. Leave out one of them.")
-    if layers is not None and (not 1 <= layers <= MOST_LAYERS or parameters is None):
-        raise UsageError(
-            f"--layers {layers}: it divides --parameters, and must be from 1 to {MOST_LAYERS}. Add --parameters 350M, "
-            "or choose fewer layers."
-        )
+    model, parameters = options.model, options.parameters
+    if model and parameters:
+        raise UsageError("--model and --parameters: one model is enough. Leave out one of them.")
     if parameters is not None:
-        whole = from_count(round(parse(parameters, COUNT, "--parameters")), layers)
+        whole = from_count(round(parse(parameters, COUNT, "--parameters")))
         if options.trainable is None:
             return whole
         return _adapters(whole, round(parse(options.trainable, COUNT, "--trainable")))
     if options.trainable is not None:
         raise UsageError(
             f"--trainable {options.trainable}: it says how many of --parameters are trained. Add --parameters 8B, the "
-            "size of the whole model. Of --model and --shapes, what is trained is known."
+            "size of the whole model. Of --model, what is trained is known."
         )
     if model is not None:
         return from_module(model)
-    if shapes is not None:
-        return from_file(shapes)
     if probe is not None:
         return Shapes(meta(probe.model.shapes))
-    raise UsageError("a model is missing. Give --parameters 350M, --model module:function, --shapes or --probe.")
+    raise UsageError("a model is missing. Give --parameters 350M, --model module:function, or --probe.")
 
 
 def _adapters(whole: Shapes, trainable: int) -> Shapes:

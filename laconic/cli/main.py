@@ -13,10 +13,10 @@ import typer
 
 import laconic
 from laconic.errors import PlanError
-from laconic.tools.distribution import other_project
 from laconic.tools.errors import UsageError
-from laconic.tools.launch.failures import WorkerError
-from laconic.tools.launch.workers import Stopped, found_place, stoppable
+from laconic.tools.launch.output import WorkerError
+from laconic.tools.launch.workers import RUN_VARIABLE, Stopped, found_place, stoppable
+from laconic.tools.machine import other_project
 
 COMMANDS = {
     "compare": "Run the same training once with each plan, and compare loss, bytes and time.",
@@ -100,6 +100,6 @@ def main() -> None:
 
 def _end(message: str, code: int) -> None:
     place = found_place(os.environ)
-    if place is None or place.worker == 0:
+    if place is None or place.worker == 0 or RUN_VARIABLE in os.environ:  # each worker of ours has a log of its own
         print(f"laconic: {message}", file=sys.stderr)
     sys.exit(code)

@@ -1,5 +1,7 @@
 """The options that commands share, each defined once."""
 
+import os
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -7,7 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from laconic.tools.lab.settings import STEPS, Lab
+from laconic.tools.errors import UsageError
+from laconic.tools.lab.tasks import STEPS, Lab
+from laconic.tools.launch.links import Link
+from laconic.tools.launch.links import link as parse_link
+from laconic.tools.launch.workers import found_place, workers_here
 
 DEFAULT = Lab()
 
@@ -70,3 +76,26 @@ def lab_settings(command: typer.Context, **changes: Any) -> Lab:
     """Make the settings of the lab from the options of a command, with changes."""
     names = {field.name for field in fields(Lab)}
     return Lab(**{name: value for name, value in command.params.items() if name in names} | changes)
+
+
+def script_arguments(given: Sequence[str] | None, script: Path | None) -> tuple[str, ...]:
+    """The arguments after "--", which are for a script."""
+    if given and script is None:
+        raise UsageError(f"-- {' '.join(given)}: these are for a script. Give one with --script train.py.")
+    return tuple(given or ())
+
+
+def refuse_under_torchrun(option: str, or_else: str = "") -> None:
+    """Refuse what starts workers in a process that torchrun has started."""
+    if found_place(os.environ) is not None:
+        raise UsageError(
+            f"{option}: torchrun has already started the workers, and this starts them itself. "
+            f"Run laconic without torchrun{or_else}."
+        )
+
+
+def link_of(text: str | None, workers: int | None) -> Link | None:
+    """Parse a link of so many workers; None if there is none."""
+    if text is None:
+        return None
+    return parse_link(text, workers_here(workers) if "@" not in text else workers)

@@ -1,68 +1,40 @@
 """`laconic plan`: what each plan would do on a network, without training. Its options; `forecast.py` does the work."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import typer
 
-_MODEL, _NETWORK = "The model", "The network"
+_model = partial(typer.Option, rich_help_panel="The model")
+_network = partial(typer.Option, rich_help_panel="The network")
 Optimizer: TypeAlias = Literal["adaptive", "sgd", "muon"]
 """Those of `laconic.plans.targets.Kind`."""
 STEPS = 1000
 """That of `laconic.tools.planner.quality`, which needs torch: `laconic plan --help` does without."""
+_PROBE = "What laconic probe has measured: the model, the network, the step, the codecs."
+_TRAINABLE = "Of --parameters, those that are trained, as adapters (LoRA)."
+_BARE = "The model is not in DDP: gradients are sent after backward."
+_OPTIMIZER = "The optimizer: adaptive (Adam and its like), sgd or muon."
+_LINK = '1gbit; or levels, the machine first: "8 @ 300GB/s, 4 @ 1Gb/s".'
+_NOISE = "The gradient noise scale, session.health.noise, such as 3.5."
+Plans = Annotated[list[str] | None, typer.Option(help="A plan; repeat for more. Default: the measured front.")]
 
 
 def plan(
-    plan: Annotated[
-        list[str] | None, typer.Option(help="A plan; repeat for more. Default: the measured front.")
-    ] = None,
-    probe: Annotated[
-        Path | None, typer.Option(help="What laconic probe has measured: the model, the network, the step, the codecs.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="module:function that makes the model.", rich_help_panel=_MODEL)
-    ] = None,
-    parameters: Annotated[
-        str | None, typer.Option(help="Parameters of a transformer, such as 350M.", rich_help_panel=_MODEL)
-    ] = None,
-    trainable: Annotated[
-        str | None,
-        typer.Option(help="Of --parameters, those that are trained, as adapters (LoRA).", rich_help_panel=_MODEL),
-    ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(help="Layers, each of which is sent as soon as its gradient is known.", rich_help_panel=_MODEL),
-    ] = None,
-    shapes: Annotated[
-        Path | None, typer.Option(help='JSON of shapes: {"layer.weight": [512, 512]}.', rich_help_panel=_MODEL)
-    ] = None,
-    bare: Annotated[
-        bool,
-        typer.Option(
-            "--bare", help="The model is not in DDP: gradients are sent after backward.", rich_help_panel=_MODEL
-        ),
-    ] = False,
-    step: Annotated[
-        str | None, typer.Option(help="A step without communication, such as 250ms.", rich_help_panel=_MODEL)
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of the whole training.", rich_help_panel=_MODEL)] = STEPS,
-    optimizer: Annotated[
-        Optimizer,
-        typer.Option(help="The optimizer: adaptive (Adam and its like), sgd or muon.", rich_help_panel=_MODEL),
-    ] = "adaptive",
-    workers: Annotated[int | None, typer.Option(help="Workers.", rich_help_panel=_NETWORK)] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(help='1gbit; or levels, the machine first: "8 @ 300GB/s, 4 @ 1Gb/s".', rich_help_panel=_NETWORK),
-    ] = None,
-    latency: Annotated[
-        str | None, typer.Option(help="Latency of a message, such as 0.2ms. Default: 0.", rich_help_panel=_NETWORK)
-    ] = None,
-    noise: Annotated[
-        float | None,
-        typer.Option(help="The gradient noise scale, session.health.noise, such as 3.5."),
-    ] = None,
-    budget: Annotated[str | None, typer.Option(help="Bytes that may go over a link in a day, such as 500GB.")] = None,
+    plan: Plans = None,
+    probe: Annotated[Path | None, typer.Option(help=_PROBE)] = None,
+    model: Annotated[str | None, _model(help="module:function that makes the model.")] = None,
+    parameters: Annotated[str | None, _model(help="Parameters of a transformer, such as 350M.")] = None,
+    trainable: Annotated[str | None, _model(help=_TRAINABLE)] = None,
+    bare: Annotated[bool, _model("--bare", help=_BARE)] = False,
+    step: Annotated[str | None, _model(help="A step without communication, such as 250ms.")] = None,
+    steps: Annotated[int, _model(help="Steps of the whole training.")] = STEPS,
+    optimizer: Annotated[Optimizer, _model(help=_OPTIMIZER)] = "adaptive",
+    workers: Annotated[int | None, _network(help="Workers.")] = None,
+    link: Annotated[str | None, _network(help=_LINK)] = None,
+    latency: Annotated[str | None, _network(help="Latency of a message, such as 0.2ms. Default: 0.")] = None,
+    noise: Annotated[float | None, typer.Option(help=_NOISE)] = None,
     all_: Annotated[bool, typer.Option("--all", help="Show all columns.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with everything that is predicted.")] = False,
 ) -> None:
@@ -70,24 +42,7 @@ def plan(
 
     It may say: do not compress. Give a model, a network and the time of a step, or measure them with laconic probe.
     """
+    given = locals()  # the options, by name
     from laconic.cli import forecast
 
-    given = forecast.PlanOptions(
-        plans=tuple(plan or ()),
-        probe=probe,
-        model=model,
-        parameters=parameters,
-        trainable=trainable,
-        layers=layers,
-        shapes=shapes,
-        bare=bare,
-        step=step,
-        steps=steps,
-        optimizer=optimizer,
-        workers=workers,
-        link=link,
-        latency=latency,
-        noise=noise,
-        budget=budget,
-    )
-    forecast.show(given, all_columns=all_, as_json=json)
+    forecast.show(forecast.PlanOptions(**given))

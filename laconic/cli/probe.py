@@ -1,9 +1,10 @@
 """`laconic probe`: measure a network, the codecs and a training step, before a plan is chosen."""
 
 import os
+import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,23 +13,26 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from laconic import plan as parse_plan
 from laconic.cli import options
-from laconic.cli.compare import link_of
-from laconic.cli.results import check_writable
-from laconic.cli.tables import console, table
-from laconic.plans.methods import alone
-from laconic.tools.compare.runs import Script, TrainingRun
+from laconic.cli.output import check_writable, console, table
 from laconic.tools.errors import UsageError
-from laconic.tools.launch.links import Link
-from laconic.tools.launch.slow_link import NoSlowLink, slow_link
-from laconic.tools.launch.workers import WorkerNetwork, check_workers, found_place, workers_here
+from laconic.tools.launch.links import Link, NoSlowLink, slow_link
+from laconic.tools.launch.output import following, worker_file
+from laconic.tools.launch.workers import (
+    WorkerNetwork,
+    check_workers,
+    found_place,
+    python,
+    run_folder,
+    run_workers,
+    workers_here,
+)
 from laconic.tools.machine import usable_cores
-from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.network import fit
-from laconic.tools.planner.probe import ProbeOptions, Show, launch_probe, process_group, run_probe, script_step
+from laconic.tools.planner.predict import PLANS
+from laconic.tools.planner.probe import ProbeOptions, process_group, run_probe
 from laconic.tools.planner.probe_data import OPS, Probe
 from laconic.tools.units import duration, human_bytes, rate_text
 
@@ -44,23 +48,15 @@ _GROUPS = (
     "Also measure collectives inside groups of this many neighbouring workers; repeat for more. laconic plan takes the "
     "largest for workers that share a link to the others."
 )
-_SCRIPT = "Take the step time from this script, run with plan alone(). It attaches plan_from_env() and reports."
 
 
 def probe(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="After --: arguments of --step-script.", show_default=False)
-    ] = None,
     out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("probe.json"),
     workers: options.Workers = None,
     link: options.LinkText = None,
     groups: Annotated[list[int] | None, _option("--groups", help=_GROUPS)] = None,
     plan: Annotated[list[str] | None, _option("--plan", help=_PLANS)] = None,
     model: Annotated[str | None, _option("--model", help=_MODEL)] = None,
-    step_script: Annotated[Path | None, _option("--step-script", help=_SCRIPT)] = None,
-    device: Annotated[
-        str, typer.Option(help="Where models compute: cpu, cuda, or auto for cuda where there is one.")
-    ] = "auto",
     longest: Annotated[
         float, typer.Option(help="Seconds of the longest collective. Sizes grow up to it.")
     ] = ProbeOptions.longest_s,
@@ -69,60 +65,40 @@ def probe(
 
     Runs as a worker under torchrun, or starts --workers processes here, with --link on hosts of their own.
     """
-    connected = link_of(link, workers)
+    connected = options.link_of(link, workers)
     count = workers_here(workers if connected is None else connected.workers)
-    chosen = ProbeOptions(
-        model=model,
-        plans=tuple(map(parse_plan, plan or ())),
-        groups=tuple(groups or ()),
-        device=device,
-        longest_s=longest,
-        link=None if connected is None else str(connected),
-    )
+    chosen = ProbeOptions(model, tuple(map(parse_plan, plan or ())), groups=tuple(groups or ()), longest_s=longest)
     chosen.check(count)
     check_writable(out, "--out")
-    script = _script(step_script, tuple(arguments or ()), count)
-    if found_place(os.environ) is not None:
-        found = _as_worker(chosen, "--link" if link else "--step-script" if script else None)
-    else:
+    if link is not None:
+        options.refuse_under_torchrun("--link")
+    place = found_place(os.environ)
+    if place is None:
         check_workers(count, usable_cores())
-        found = _launched(chosen, count, connected, script)
-    if found is not None:
+        found = _launched(chosen, count, connected)
+    else:
+        with process_group(), _progress() as show:
+            found = run_probe(chosen, lambda done, text: show(f"{done:4.0%} {text}") if place.worker == 0 else None)
+    if place is None or place.worker == 0:
         found.write(out)
         print_summary(found)
         typer.echo(f"written to {out}")
 
 
-def _script(script: Path | None, arguments: tuple[str, ...], workers: int) -> TrainingRun | None:
-    if script is None and arguments:
-        raise UsageError(f"-- {' '.join(arguments)}: these are for a script. Give one with --step-script train.py.")
-    if script is not None and not script.is_file():
-        raise UsageError(f"--step-script {script}: there is no such file. Give the path of a training script.")
-    return None if script is None else TrainingRun(alone(), Script(script, arguments), workers)
-
-
-def _as_worker(chosen: ProbeOptions, refused: str | None) -> Probe | None:
-    """Measure in this process, which is a worker of torchrun's. Only worker 0 has a result to show."""
-    if refused is not None:
-        raise UsageError(
-            f"{refused}: torchrun has already started the workers, and this option starts them itself. "
-            "Run laconic without torchrun."
-        )
-    place = found_place(os.environ)
-    first = place is not None and place.worker == 0
-    with process_group(chosen.device), _progress(shown=first) as show:
-        found = run_probe(chosen, show)
-    return found if first else None
-
-
-def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: TrainingRun | None) -> Probe:
+def _launched(chosen: ProbeOptions, workers: int, link: Link | None) -> Probe:
+    """Start workers, on hosts of their own if there is a link, each of which runs this command."""
+    given = [f"--longest={chosen.longest_s}", *(f"--groups={size}" for size in chosen.groups)]
+    given += [f"--plan={plan!r}" for plan in chosen.plans] + (
+        [] if chosen.model is None else [f"--model={chosen.model}"]
+    )
     try:
-        with _network(link) as network, _progress() as show:
-            found = launch_probe(chosen, workers, network, show)
-            if script is None:
-                return found
-            show(1.0, f"steps of {script.training.name}")
-            return replace(found, step=script_step(script, network))
+        with run_folder() as folder, nullcontext() if link is None else slow_link(link) as slow, _progress() as show:
+            out, stderr = folder / "probe.json", worker_file(folder, 0)
+            with following(stderr, lambda line: show(line) if re.match(r" *\d+% ", line) else None):
+                command = python("-m", "laconic", "probe", f"--out={out}", *given)
+                network = WorkerNetwork(slow)
+                run_workers(command, workers, folder, network, title="the probe", has_ended=lambda worker: out.exists())
+            return replace(Probe.read(out), link=None if link is None else str(link))
     except NoSlowLink as error:
         raise UsageError(
             f"--link {link}: no real link can be made here ({error}), and a probe measures only real ones. "
@@ -131,29 +107,13 @@ def _launched(chosen: ProbeOptions, workers: int, link: Link | None, script: Tra
 
 
 @contextmanager
-def _network(link: Link | None) -> Iterator[WorkerNetwork]:
-    if link is None:
-        yield WorkerNetwork()
-        return
-    with slow_link(link) as slow:
-        yield WorkerNetwork(slow=slow)
-
-
-@contextmanager
-def _progress(shown: bool = True) -> Iterator[Show]:
-    """Show a bar on stderr, or a line for each stage if that is not a terminal."""
-    if not shown or not sys.stderr.isatty():
-        yield lambda done, text: print(f"{done:4.0%} {text}", file=sys.stderr, flush=True) if shown else None
-        return
-    columns = (
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting workers", total=1.0)
-        yield lambda done, text: bar.update(task, completed=done, description=text)
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Show on stderr what is measured: in one line of a terminal, elsewhere a line for each stage."""
+    if sys.stderr.isatty():
+        with Console(stderr=True).status("starting workers") as status:
+            yield status.update
+    else:
+        yield partial(print, file=sys.stderr, flush=True)
 
 
 def print_summary(probe: Probe) -> None:
@@ -191,9 +151,7 @@ def print_summary(probe: Probe) -> None:
 def _step(probe: Probe) -> str:
     step = probe.step
     if step is None:
-        return "step: not measured. Let --model return a model and a function of its loss, or use --step-script."
-    text = f"step without synchronising: {duration(step.seconds)}"
-    if not step.forward_s:
-        return text
-    names = (("forward", step.forward_s), ("backward", step.backward_s), ("optimizer", step.optimizer_s))
-    return f"{text} ({', '.join(f'{name} {duration(median(samples))}' for name, samples in names)})"
+        return "step: not measured. Let --model return a model and a function of its loss, or give laconic plan --step."
+    parts = {"forward": step.forward_s, "backward": step.backward_s, "optimizer": step.optimizer_s}
+    shown = ", ".join(f"{name} {duration(median(samples))}" for name, samples in parts.items())
+    return f"step without synchronising: {duration(step.seconds)} ({shown})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from laconic.values import is_number, is_whole
 
 
@@ -22,3 +24,9 @@ def check_positive(name: str, value: float | None) -> None:
         raise UsageError(
             f"--{name.replace('_', '-')} {value:g}: it must be a number above 0. Leave it out for the default."
         )
+
+
+def check_script(path: Path) -> None:
+    """Refuse a script that does not exist."""
+    if not path.is_file():
+        raise UsageError(f"--script {path}: there is no such file. Give the path of a training script.")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Any, Literal
 
-from laconic.tools.distribution import pip_install
+from laconic.tools.machine import pip_install
 
 try:
     import libcst as cst

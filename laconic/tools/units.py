@@ -31,11 +31,6 @@ DURATION = Quantity(
     {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0},
     "a duration of more than 0, such as 250ms, 1.5s, 38min or 12h",
 )
-BYTES = Quantity(
-    {f"{text}{unit}": value for scale, value in _SCALES.items() for text in (scale, scale.upper()) for unit in "bB"}
-    | {f"{scale}iB": 2.0 ** (10 * power) for power, scale in enumerate("KMGT", 1)},
-    "an amount of more than 0, such as 500MB or 2TB",
-)
 RATE = Quantity(
     {
         f"{text}{unit}": value * bits
@@ -56,12 +51,10 @@ COUNT = Quantity(
 def parse(text: str, unit: Quantity, option: str) -> float:
     """Read a number with a unit.
 
-    >>> parse("250ms", DURATION, "--step"), parse("1.5GB", BYTES, "--budget"), parse("350M", COUNT, "--parameters")
-    (0.25, 1500000000.0, 350000000.0)
+    >>> parse("250ms", DURATION, "--step"), parse("350M", COUNT, "--parameters")
+    (0.25, 350000000.0)
     >>> [parse(text, DURATION, "--step") for text in (".8s", "8.e-1s", "8E+2 ms")]
     [0.8, 0.8, 0.8]
-    >>> parse("2GiB", BYTES, "--budget")
-    2147483648.0
     >>> parse("6MB/s", RATE, "--link")
     48000000.0
     >>> parse("fast", RATE, "--link")

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from laconic.plans.methods import ddp
-from laconic.tools.compare.running import launch
-from laconic.tools.compare.runs import Goal, TrainingRun
+from laconic.tools.compare.runs import Goal, TrainingRun, launch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STEPS = 10

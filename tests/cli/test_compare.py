@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from laconic.tools.compare.records import Outcome
-from laconic.tools.compare.running import describe
-from laconic.tools.compare.runs import TrainingRun
-from laconic.tools.launch.failures import WorkerError
+from laconic.tools.compare.runs import Outcome, TrainingRun, describe
+from laconic.tools.launch.output import WorkerError
 from laconic.tools.launch.workers import WorkerNetwork
 from tests.cli.conftest import Ended, Run
-from tests.cli.test_results import DDP
+from tests.cli.test_view import DDP
 
 LOCAL = "post_local_sgd(period=4)"
 
@@ -114,18 +112,6 @@ def test_a_stopped_comparison_goes_on_with_resume(here, tmp_path, monkeypatch):
     assert ran[3:] == ["ddp()", LOCAL]
     here(*given)
     assert ran[5:] == ["ddp()", LOCAL]
-
-
-@pytest.mark.nightly
-def test_compare_under_torchrun(outside, tiny, tmp_path):
-    path = tmp_path / "out.json"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = ["--no-baselines", "--plan", LOCAL, "--steps", "4", "--json", str(path)]
-    ended = outside(*torchrun, "-m", "laconic", "compare", *tiny, *arguments)
-    assert ended.code == 0
-    assert ended.out.count(f"{LOCAL} step=4/4") == ended.out.count("validation loss") == 1
-    [row] = json.loads(path.read_text())
-    assert (row["workers"], row["steps"]) == (2, 4)
 
 
 @pytest.mark.slow

@@ -10,10 +10,9 @@ import pytest
 import laconic
 from laconic.cli.compare import CompareOptions
 from laconic.tools.compare.judging import judgements
-from laconic.tools.compare.records import Outcome
-from laconic.tools.compare.runs import Script, TrainingRun
+from laconic.tools.compare.runs import Outcome, Script, TrainingRun
 from tests.cli.conftest import ROOT
-from tests.cli.test_results import DDP
+from tests.cli.test_view import DDP
 
 TEXT = (ROOT / "docs" / "compare.md").read_text()
 BLOCKS = [block for block in re.findall(r"```\n(.*?)```", TEXT, re.DOTALL) if block.startswith("laconic ")]

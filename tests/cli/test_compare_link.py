@@ -187,6 +187,6 @@ def test_torchrun_has_started_the_workers(here, monkeypatch):
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    ended = here("compare", "--link", "1gbit")
+    ended = here("compare")
     assert ended.code == 2
-    assert "--link: torchrun has already started the workers" in ended.err
+    assert "laconic compare: torchrun has already started the workers" in ended.err

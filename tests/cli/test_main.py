@@ -62,11 +62,11 @@ def test_torchrun_decides_the_number_of_workers(here, monkeypatch):
     place = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    ended = here("compare", "--workers", "2")
+    ended = here("probe", "--workers", "2")
     assert ended.code == 2
     assert "--workers 2: torchrun has already started 3. Leave out --workers" in ended.err
     monkeypatch.setenv("RANK", "1")
-    assert here("compare", "--workers", "2").err == ""  # worker 0 prints it
+    assert here("probe", "--workers", "2").err == ""  # worker 0 prints it
 
 
 def test_version(here):

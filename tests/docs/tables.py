@@ -14,9 +14,8 @@ from pathlib import Path
 import laconic
 from laconic.cli.forecast import PIPED
 from laconic.tools.launch.links import link
-from laconic.tools.planner.forecast import Forecast
 from laconic.tools.planner.network import ComputedNetwork
-from laconic.tools.planner.predict import Scenario
+from laconic.tools.planner.predict import Forecast, Scenario
 from laconic.tools.planner.shapes import from_count
 
 PAGE = Path(__file__).parents[2] / "docs" / "choosing.md"

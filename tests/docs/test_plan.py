@@ -13,9 +13,8 @@ import laconic
 from laconic.cli.main import COMMANDS as NAMES
 from laconic.cli.main import make_app
 from laconic.tools.launch.links import link
-from laconic.tools.planner.forecast import Forecast
 from laconic.tools.planner.network import ComputedNetwork
-from laconic.tools.planner.predict import Scenario
+from laconic.tools.planner.predict import Forecast, Scenario
 from laconic.tools.planner.shapes import from_count
 from tests.docs import tables
 

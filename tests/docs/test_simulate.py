@@ -11,8 +11,7 @@ import typer
 
 from laconic import ddp
 from laconic.cli.main import make_app
-from laconic.tools.simulate.tasks import SimulatedTask
-from laconic.tools.simulate.training import SimulatedRun, Training
+from laconic.tools.simulate.training import SimulatedRun, SimulatedTask, Training
 
 PAGE = (Path(__file__).parents[2] / "docs" / "simulate.md").read_text()
 

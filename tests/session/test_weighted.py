@@ -29,7 +29,7 @@ from laconic.exchange import Averaged, Exchange, Mean, Peers
 from laconic.plans.schedules import Payload
 from laconic.session.counts import Counts
 from laconic.session.gradients import by_share
-from laconic.tools.simulate.ring import gloo_mean
+from laconic.tools.simulate.in_process import gloo_mean
 from tests.laws.codecs import CODECS, FEEDBACK, FEW_BITS, TENSOR_BY_TENSOR, assert_close, each, rounding, subtracts
 from tests.laws.world import World, carried, residuals, same_bits, side_by_side
 from tests.session.models import assert_equal_bits, mlp, weights

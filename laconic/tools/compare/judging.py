@@ -1,4 +1,4 @@
-"""How outcomes are judged: against which ones, by which loss, and by which bytes. One place for tables and headline.
+"""How outcomes are judged: against which ones, by which loss, and by which bytes; and the table and headline of it.
 
 Two runs are the measure of all others: `alone()`, whose workers never synchronise, and `ddp()`.
 
@@ -20,8 +20,9 @@ from statistics import fmean
 
 from laconic.plans.methods import alone, ddp
 from laconic.plans.plan import Plan
-from laconic.tools.compare.records import SMOOTHED, Outcome, Point, as_row
+from laconic.tools.compare.runs import SMOOTHED, Outcome, Point, as_row
 from laconic.tools.machine import versions
+from laconic.tools.units import duration, human_bytes, listed, percent, ratio, times
 
 AS_GOOD = 0.01
 """A plan is as good as the reference if it has lowered the loss by at least 99% of what the reference has."""
@@ -52,9 +53,8 @@ def reference(outcomes: Sequence[Outcome]) -> Outcome:
     return _find(ddp(), outcomes) or next((each for each in outcomes if not each.without_link), outcomes[0])
 
 
-def without_communication(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The outcome of `alone()`, if there is one."""
-    return _find(alone(), outcomes)
+def _find(plan: Plan, outcomes: Sequence[Outcome]) -> Outcome | None:
+    return next((each for each in outcomes if each.plan == plan and not each.without_link), None)
 
 
 def ceiling(outcomes: Sequence[Outcome]) -> Outcome | None:
@@ -77,7 +77,7 @@ def kept_fraction(alone: float, plan: float, ddp: float) -> float | None:
 
 def kept(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
     """What an outcome keeps; None without `alone()` or `ddp()`, or equal steps, or where the gap is mere noise."""
-    floor, top = without_communication(outcomes), _find(ddp(), outcomes)
+    floor, top = _find(alone(), outcomes), _find(ddp(), outcomes)
     losses = [] if floor is None or top is None else losses_at_equal_steps([floor, outcome, top])
     return kept_beside(outcomes, *losses) if losses else None
 
@@ -92,14 +92,14 @@ def kept_beside(outcomes: Sequence[Outcome], alone: float, plan: float, ddp: flo
 
 def final_gap(outcomes: Sequence[Outcome]) -> Gap | None:
     """The gap at the last step that both baselines have; None without them."""
-    floor, top = without_communication(outcomes), _find(ddp(), outcomes)
+    floor, top = _find(alone(), outcomes), _find(ddp(), outcomes)
     losses = [] if floor is None or top is None else losses_at_equal_steps([floor, top])
     return Gap(losses[0] - losses[1], gap_noise(outcomes)) if losses else None
 
 
 def gap_noise(outcomes: Sequence[Outcome]) -> float | None:
     """The standard deviation of the gap from one validation to the next; None without three at equal steps."""
-    floor, top = without_communication(outcomes), _find(ddp(), outcomes)
+    floor, top = _find(alone(), outcomes), _find(ddp(), outcomes)
     if floor is None or top is None:
         return None
     alone_at, ddp_at = ({p.step: p.loss for p in _independent(each)} for each in (floor, top))
@@ -130,7 +130,7 @@ def efficiency(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
 
 def no_better_than_alone(outcome: Outcome, outcomes: Sequence[Outcome]) -> bool:
     """Whether workers would have done as well without synchronising: sooner at the target, or with as low a loss."""
-    floor = without_communication(outcomes)
+    floor = _find(alone(), outcomes)
     if floor is None or outcome is floor or outcome.without_link:
         return False
     if floor.reached or outcome.reached:
@@ -184,8 +184,153 @@ def as_json(outcomes: Sequence[Outcome]) -> str:
     return json.dumps(text, indent=1, allow_nan=False) + "\n"
 
 
-def _find(plan: Plan, outcomes: Sequence[Outcome]) -> Outcome | None:
-    return next((each for each in outcomes if each.plan == plan and not each.without_link), None)
+def cells(outcome: Outcome, outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """The cells of an outcome in the closing table and in the report, by heading.
+
+    Ratios are to `ddp()`, or else the first plan. "fewer" counts the bytes of the outermost level alone. If plans also
+    send inside groups, a column shows them.
+    """
+    first, target = reference(outcomes), reference(outcomes).until_loss
+    seconds = ("seconds" if target is None else f"seconds\nto {target:g}") + (
+        "" if first.clock == "measured" else "\n(computed)"
+    )
+    compared = first.ended == outcome.ended != "seconds" and (target is None or outcome.reached)
+    found = {
+        f"{first.loss_of} loss": f"{outcome.loss_start:.3f} -> {outcome.loss_final:.3f}",
+        "kept": percent(kept(outcome, outcomes)),
+        "sent\nby each": human_bytes(outcome.wire_bytes),
+        "between\ngroups": human_bytes(slow_bytes(outcome)),
+        "fewer": "-" if outcome.plan == alone() else ratio(slow_bytes(first), slow_bytes(outcome)),
+        seconds: f"{outcome.seconds:.1f}" if outcome.reached or target is None else f"not in {outcome.seconds:.1f}",
+        "sooner": ratio(first.seconds, outcome.seconds) if compared else "-",
+    }
+    if not has_levels(outcomes):
+        del found["between\ngroups"]
+    if target is not None:
+        speed = efficiency(outcome, outcomes)
+        found["efficiency"] = "-" if speed is None else f"{speed:.2f}"
+    return found
+
+
+# The result in one or two sentences.
+
+
+def headline(outcomes: Sequence[Outcome]) -> str:
+    """Compare the best plan with `ddp()` and `alone()`, and name the plans that are no better than the latter."""
+    first = reference(outcomes)
+    compared = [each for each in outcomes if not each.without_link]
+    if first.until_loss is not None:
+        sentence = _to_target(first, compared, outcomes)
+    elif any(outcome.ended == "seconds" for outcome in compared):
+        sentence = _in_given_time(first, compared)
+    else:
+        sentence = _same_steps(first, compared)
+    gap = final_gap(outcomes)
+    if gap is not None and math.isfinite(gap.loss) and not gap.clear and first.until_loss is None:
+        sentence += f" {_unclear(gap)}"
+    useless = [f"{each.plan}" for each in compared if no_better_than_alone(each, outcomes)]
+    if useless:
+        sentence += f" {listed(useless)} {'is' if len(useless) == 1 else 'are'} no better than alone()."
+    return sentence if first.clock == "measured" else f"{sentence} The link's time is computed, not measured."
+
+
+def _to_target(first: Outcome, compared: Sequence[Outcome], outcomes: Sequence[Outcome]) -> str:
+    reached = [outcome for outcome in compared if outcome.reached]
+    aim = f"{first.loss_of} loss {first.until_loss:g}"
+    if not reached:
+        return f"No plan reached {aim}."
+    best = min(reached, key=lambda outcome: outcome.seconds)
+    over = "" if first.link is None else f" over {first.link}"
+    reaches = f"{best.plan} reaches {aim} in {duration(best.seconds)}{over}"
+    floor, speed = _find(alone(), compared), efficiency(best, outcomes)
+    if best in (first, floor):
+        return f"{reaches}; no other plan is sooner." if len(compared) > 1 else f"{reaches}."
+    others = [first] if floor in (None, first) else [floor, first]
+    said = [f"{times(each.seconds, best.seconds)} sooner than {each.plan}" for each in others if each.reached]
+    if speed is not None and first.link is not None:
+        said.append(f"{speed:.2f} of the speed of ddp() without a slow link")
+    said = [f"{reaches}: {listed(said)}." if said else f"{reaches}."]
+    said += [f"{each.plan} did not reach it in {duration(each.seconds)}." for each in others if not each.reached]
+    if first.reached and first is not floor:
+        said.append(f"It {_less(first, best)} than {first.plan}.")
+    return " ".join(said)
+
+
+def _in_given_time(first: Outcome, outcomes: Sequence[Outcome]) -> str:
+    best = min(outcomes, key=_loss)
+    reaches = f"In {duration(best.seconds)}, {best.plan} reaches a {best.loss_of} loss of {best.loss_final:.3f}"
+    if best is first:
+        return f"{reaches}; no other plan reaches a lower loss." if len(outcomes) > 1 else f"{reaches}."
+    return f"{reaches}, {first.plan} reaches {first.loss_final:.3f}; {best.plan} {_less(first, best)}."
+
+
+def _same_steps(first: Outcome, outcomes: Sequence[Outcome]) -> str:
+    best = min((each for each in outcomes if as_good(each, first)), key=lambda each: each.seconds, default=first)
+    takes = f"{best.plan} takes {duration(best.seconds)} for {best.steps} steps"
+    loss = f"a {best.loss_of} loss of {best.loss_final:.3f}"
+    if best is not first:
+        sooner = f"{times(first.seconds, best.seconds)} sooner than {first.plan}"
+        ends = f"ends at {loss} against {first.loss_final:.3f}"
+        return f"{takes}, {sooner}, {_less(first, best)}, and {ends}{_same_loss(best, first)}."
+    rest = [each for each in outcomes if each is not first and each.plan != alone()]
+    faster = any(each.seconds < first.seconds for each in rest)
+    near = min((each for each in rest if slow_bytes(each) < slow_bytes(first)), key=_loss, default=None)
+    none = f"No plan is both faster than {first.plan} and as good: " if faster else ""
+    if near is not None and (faster or kept(near, outcomes) is not None):
+        return f"{none}{takes} and ends at {loss}; {_worse(near, first, outcomes)}."
+    return f"{none}{takes} and ends at {loss}" + ("; no other plan is faster." if rest and not faster else ".")
+
+
+def _worse(near: Outcome, first: Outcome, outcomes: Sequence[Outcome]) -> str:
+    """Describe the best of the plans that are not as good as the reference."""
+    text = f"{near.plan} takes {duration(near.seconds)}, {_less(first, near)}, and its loss is {_beside(near, first)}"
+    text += _same_loss(near, first)
+    share = kept(near, outcomes)
+    if share is None or not share > 0:
+        return text
+    how_much = "all" if share >= 1 else f"{share:.0%}"
+    return f"{text}: it keeps {how_much} of DDP's improvement over no communication"
+
+
+def _same_loss(outcome: Outcome, first: Outcome) -> str:
+    """How much sooner a run came to the same loss, the higher of the two final ones, where the curves tell it."""
+    loss = max(outcome.loss_final, first.loss_final)
+    ours, theirs = seconds_to(outcome, loss), seconds_to(first, loss)
+    if ours is None or theirs is None or theirs <= ours:
+        return ""
+    return f"; it came to {loss:.3f} {times(theirs, ours)} sooner"
+
+
+def _unclear(gap: Gap) -> str:
+    """Say why nothing is known of what plans keep."""
+    if gap.loss <= 0:
+        return f"ddp() ends no lower than alone() ({-gap.loss:.3f} higher): there is nothing that a plan could keep."
+    return (
+        f"ddp() and alone() differ by {gap.loss:.3f}, which may be noise (their distance scatters by {gap.noise:.3f}): "
+        "nothing can be said of what plans keep. Train longer, or with more workers."
+    )
+
+
+def _beside(outcome: Outcome, first: Outcome) -> str:
+    more = outcome.loss_final - first.loss_final
+    losses = f"({outcome.loss_final:.3f} against {first.loss_final:.3f})"
+    if f"{abs(more):.3f}" == "0.000":
+        return f"the same {losses}"
+    return f"{-more:.3f} lower {losses}" if more < 0 else f"{more:.3f} higher {losses}"
+
+
+def _loss(outcome: Outcome) -> float:
+    return outcome.loss_final if math.isfinite(outcome.loss_final) else math.inf
+
+
+def _less(first: Outcome, best: Outcome) -> str:
+    where = " between groups" if has_levels([first, best]) else ""
+    by_first, by_best = slow_bytes(first), slow_bytes(best)
+    if not by_best or best.plan == alone():
+        return f"sends nothing{where}"
+    if by_first >= by_best:
+        return f"sends {times(by_first, by_best)} less{where}"
+    return f"sends {times(by_best, by_first or 1)} more{where}"
 
 
 def _lower(loss: float, than: float) -> bool:

@@ -2,9 +2,13 @@
 
 `laconic compare` sets LACONIC_REPORT to a folder and names `from_env` in LACONIC_OBSERVERS. Each worker then writes
 its reports and the seconds of each collective to files of its own. The reporter also ends the run: after a number of
-steps or seconds, or at a loss: the validation loss where the script gives one (`validating.py`), else the mean
+steps or seconds, or at a loss: the validation loss where the script gives one, else the mean
 training loss of the last reports and of all workers. Workers agree on it over a process group of their own, so its
 traffic is neither in the ledger nor on the link under study.
+
+For a validation, all workers hold the mean of their weights, averaged over that group, and take their own back
+afterwards, bit for bit. The time of it does not count. So training does not notice. Under `alone()` there are no
+averaged weights: each worker validates its own, and the mean of their losses is reported.
 """
 
 from __future__ import annotations
@@ -19,42 +23,30 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from laconic.ledger import Entry, Ledger
+from laconic.plans.schedules import Never
+from laconic.session.live_model import local_of
 from laconic.session.observers import StepObserver, Validation
 from laconic.session.session import Session
-from laconic.tools.compare.records import (
-    SMOOTHED,
-    Ending,
-    Report,
-    about_file,
-    end_file,
-    report_file,
-    seconds_file,
-)
-from laconic.tools.compare.runs import Goal
-from laconic.tools.compare.validating import Validator, mean_over, number
+from laconic.tools.compare.runs import ABOUT, END, FOLDER, GOAL, REPORTS, SECONDS, SMOOTHED, Ending, Goal, Report
 from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import Link, framing_bytes, link
 from laconic.tools.launch.namespaces import CONTROL_INTERFACE_VARIABLE, INTERFACE_VARIABLE
+from laconic.tools.launch.output import worker_file
 from laconic.tools.planner.network import collective_s
 
-FOLDER = "LACONIC_REPORT"
-GOAL = "goal.json"
 CHECKED_EVERY = 4  # reports; workers do not wait for each other in between
-
-
-def write_goal(folder: Path, goal: Goal, computed: Link | None) -> None:
-    """Write what the reporters of a run need: its goal, and the link whose time they compute, if any."""
-    content = {"goal": asdict(goal), "computed": None if computed is None else str(computed)}
-    (folder / GOAL).write_text(json.dumps(content))
 
 
 def from_env() -> CompareReporter | None:
@@ -84,10 +76,10 @@ class CompareReporter(StepObserver):
         if self._worker == 0:
             parameters = sum(p.numel() for p in session.parameters.values())
             self._about = {"plan": repr(session.given), "parameters": parameters}
-            about_file(self._folder).write_text(json.dumps(self._about))
+            (self._folder / ABOUT).write_text(json.dumps(self._about))
         atexit.register(self._exit)
-        self._file = report_file(self._folder, self._worker).open("w", buffering=1)
-        seconds = seconds_file(self._folder, self._worker).open("wb", buffering=0)
+        self._file = worker_file(self._folder, self._worker, REPORTS).open("w", buffering=1)
+        seconds = worker_file(self._folder, self._worker, SECONDS).open("wb", buffering=0)
         self._times = TimedLedger(session.ledger, self._computed, seconds)
         together = _workers_that_stop_together(session)
         control = replicas = control_group(together)
@@ -148,7 +140,7 @@ class CompareReporter(StepObserver):
         if session.plan is not self._plan:
             self._plan = session.plan
             if self._worker == 0:
-                about_file(self._folder).write_text(json.dumps({**self._about, "changed_to": repr(session.plan)}))
+                (self._folder / ABOUT).write_text(json.dumps({**self._about, "changed_to": repr(session.plan)}))
 
     def _write(self, report: Report) -> None:
         self._file.write(json.dumps(asdict(report)) + "\n")
@@ -157,7 +149,7 @@ class CompareReporter(StepObserver):
         """Record that the script has come to its end, unless an error has ended it. Called when Python exits."""
         with contextlib.suppress(OSError):  # the folder may be gone
             if getattr(sys, "last_value", None) is None:
-                end_file(self._folder, self._worker).touch()
+                worker_file(self._folder, self._worker, END).touch()
 
     def _report(self, session: Session, loss: float, seconds: float, ended: Ending, validation: float | None) -> Report:
         ledger, times, health, counted = session.ledger, self._times, session.health, interface_bytes()
@@ -285,3 +277,81 @@ def interface_bytes() -> int | None:
         if name.strip() == os.environ[INTERFACE_VARIABLE]:
             return int(numbers.split()[8])
     return None
+
+
+class Validator:
+    """Validates every `every` steps and at the end. All workers call it after the same steps.
+
+    `control` is the group that workers agree over, `replicas` the one of workers that hold the same part of the model.
+    """
+
+    def __init__(self, every: int, control: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None) -> None:
+        self._every = every
+        self._control = control
+        self._replicas = replicas
+        self._since = 0
+        self.paused_s = 0.0
+        """The seconds of all validations."""
+
+    def __call__(self, session: Session, validation: Validation | None, last: bool) -> float | None:
+        """The mean validation loss of all workers, if the script has one for this step; else None."""
+        if validation is None:
+            return None
+        if not callable(validation):
+            return mean_over(self._control, number(validation))[0]
+        self._since += 1
+        # A fragment that is in flight would travel while the clock stands still.
+        late = session.in_flight and self._since < 2 * self._every
+        if not last and (self._since < self._every or late):
+            return None
+        self._since = 0
+        if self._control is not None:
+            dist.barrier(self._control)  # to wait for the slowest worker is part of the training
+        began = time.perf_counter()
+        with mean_weights(session, self._replicas):
+            value = number(validation())
+        mean = mean_over(self._control, value)[0]
+        self.paused_s += time.perf_counter() - began
+        return mean
+
+
+@contextmanager
+def mean_weights(session: Session, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let the model hold the mean of all workers' weights and buffers while the block runs, then this worker's own."""
+    plan = session.plan
+    if group is None or not plan.local or isinstance(plan.schedule, Never) or session.step < plan.schedule.start:
+        yield  # all workers have the same weights, or each has its own for good
+        return
+    with mean_of([local_of(t) for t in (*session.parameters.values(), *session.buffers.values())], group):
+        yield
+
+
+@contextmanager
+def mean_of(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[None]:
+    """Let tensors hold their mean over all workers while the block runs, then this worker's own values, bit for bit."""
+    before = [t.clone() for t in tensors]
+    with torch.no_grad():
+        for t in tensors:
+            total = t.to("cpu", torch.promote_types(t.dtype, torch.float32), copy=True)
+            dist.all_reduce(total, group=group)
+            t.copy_(total / group.size())
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for t, own in zip(tensors, before, strict=True):
+                t.copy_(own)
+
+
+def mean_over(group: dist.ProcessGroup | None, *values: float) -> tuple[float, ...]:
+    """The mean of each value over the workers, bit-identical on all of them."""
+    if group is None:
+        return values
+    means = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(means, group=group)
+    return tuple((means / group.size()).tolist())
+
+
+def number(value: float | Tensor) -> float:
+    """A loss as a number."""
+    return float(value.detach() if isinstance(value, Tensor) else value)

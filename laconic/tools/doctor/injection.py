@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from laconic.session.live_model import local_of
 from laconic.session.observers import StepObserver
 
 if TYPE_CHECKING:
@@ -193,10 +194,9 @@ def read_marks(folder: Path) -> list[Mark]:
 
 def flip_a_bit(params: Mapping[str, Tensor]) -> None:
     """Flip a mantissa bit of the largest number of the first parameter, where later steps do not round it away."""
-    from torch.distributed.tensor import DTensor
-
-    local = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in params.values()]
-    for first in [p for p in local if p.numel()][:1]:  # a worker may hold empty shards only
+    for first in [own for p in params.values() if (own := local_of(p)).numel()][
+        :1
+    ]:  # a worker may hold empty shards only
         index = tuple(int(i) for i in torch.unravel_index(first.abs().argmax(), first.shape))
         number = first[index].reshape(1).clone()
         number.view(torch.uint8)[max(0, number.element_size() - 2)] ^= 1 << 3

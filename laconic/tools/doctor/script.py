@@ -12,13 +12,11 @@ from pathlib import Path
 import laconic
 from laconic.errors import names, outliers
 from laconic.session.observers import VARIABLE as OBSERVERS
-from laconic.tools.doctor.finding import Finding, finding
+from laconic.tools.doctor.checks import Finding, finding
 from laconic.tools.doctor.injection import FACTORY, INJECT, MARKS, UNTIL, Fault, Mark, fault, read_marks
-from laconic.tools.errors import UsageError, check_count, check_positive
-from laconic.tools.launch.failures import find_error, killed_by, log_file, may_explain, reason, without_rank
-from laconic.tools.launch.folders import run_folder
-from laconic.tools.launch.tail import Tail
-from laconic.tools.launch.workers import POLL_S, Worker, started
+from laconic.tools.errors import UsageError, check_script
+from laconic.tools.launch.output import Tail, find_error, killed_by, may_explain, reason, without_rank, worker_file
+from laconic.tools.launch.workers import POLL_S, Worker, run_folder, started
 
 LATE, STOPPED = "killed at the time limit", "stopped, and killed when all other workers had ended"
 KEPT_LINES = 200
@@ -36,10 +34,7 @@ class ScriptRun:
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
-        check_count("workers", self.workers)
-        check_positive("seconds", self.limit_s)
-        if not self.script.is_file():
-            raise UsageError(f"--script {self.script}: there is no such file. Give the path of a training script.")
+        check_script(self.script)
         for each in self.faults:
             if each.worker >= self.workers:
                 rule = f"there are {self.workers} workers, counted from 0. Use a worker from 0 to {self.workers - 1}."
@@ -103,7 +98,7 @@ def run_as_worker(run: ScriptRun, port: int) -> WorkerExit:
 def _watch(run: ScriptRun, folder: Path, workers: Sequence[Worker]) -> list[WorkerExit]:
     """Wait for the end of the script or the time limit; kill stopped workers when others have ended."""
     deadline = time.monotonic() + run.limit_s
-    tails = {each.rank: Tail(log_file(folder, each.rank)) for each in workers}
+    tails = {each.rank: Tail(worker_file(folder, each.rank)) for each in workers}
     logs: dict[int, deque[tuple[float, str]]] = {each.rank: deque(maxlen=KEPT_LINES) for each in workers}
     killed: dict[int, str] = {}
     running = list(workers)

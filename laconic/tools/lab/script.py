@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import laconic
-from laconic.tools.lab.settings import STEPS, Lab
-from laconic.tools.lab.tasks import Task, loss_of, make_task, validation_loss
+from laconic.tools.lab.tasks import STEPS, Lab, Task, loss_of, make_task, validation_loss
 from laconic.tools.machine import usable_cores
 
 WARM_UP_STEPS = 20

@@ -1,24 +1,38 @@
-"""Links: the bandwidth of a network at each level, and a link that is measured.
+"""Links: the bandwidth of a network at each level, and a network that is made of such links.
 
     link("100mbit", workers=4)                  four workers, each with a link of 100 Mbit/s
     link("2 @ 1gbit, 2 @ 50mbit", workers=4)    two workers per site at 1 Gbit/s, two sites connected by 50 Mbit/s
 
 Levels are innermost first. Rates are in bits (`50mbit`, `50Mb/s`) or bytes (`6MB/s`) per second.
+
+`slow_link` makes such a network: one host for each worker. A separate process makes the hosts (`namespaces.py`) and
+ends with this one. Where the system does not allow them, `NoSlowLink` gives the reason, and the caller may compute the
+time of the link instead.
 """
 
 from __future__ import annotations
 
-import time
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
+from typing import Any
 
 from laconic.tools.errors import UsageError
+from laconic.tools.launch import namespaces
+from laconic.tools.launch.namespaces import MOST_HOSTS, Hosts
 from laconic.tools.units import RATE, counted, parse, rate_text
 
+PROGRAM = Path(namespaces.__file__)
+EXIT_TIMEOUT_S = 10.0
 SEGMENT_BYTES = 1 << 20
 MESSAGES = 3  # per segment
 MESSAGE_BYTES = 48 + 66  # the header of gloo; those of TCP, IP and Ethernet
-REPEATS, PING_BYTES, TRANSFER_BYTES = 3, 8, 1 << 20  # of a measured link
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,11 @@ class Link:
         """The rate of the slowest level that traffic crosses."""
         crossed = [level.rate_bps for level in self.levels if level.count > 1]
         return min(crossed, default=self.levels[0].rate_bps)
+
+    @property
+    def machine(self) -> int | None:
+        """The workers of one machine: the innermost level of several."""
+        return self.levels[0].count if len(self.levels) > 1 else None
 
     @property
     def sharing(self) -> int:
@@ -102,6 +121,64 @@ def link(text: str, workers: int | None = None) -> Link:
     return found
 
 
+class NoSlowLink(Exception):
+    """Hosts cannot be made here. The message is the reason."""
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """The hosts of a link, and the process that keeps them."""
+
+    link: Link
+    hosts: Hosts
+    _keeper: subprocess.Popen[str]
+
+    def uplink_bytes(self) -> dict[str, int]:
+        """The bytes that each group has sent to the others so far, by level from 1."""
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.write("count\n")
+        self._keeper.stdin.flush()
+        sent: dict[str, int] = _answer(self._keeper)
+        return {f"level {name[1:].replace('.', ', group ')}": count for name, count in sent.items()}
+
+
+@contextmanager
+def slow_link(link: Link) -> Iterator[SlowLink]:
+    """Make the hosts, and remove them at the end of the block in any case."""
+    if link.workers > MOST_HOSTS:
+        raise UsageError(f"--link {link}: {link.workers} hosts. There are addresses for {MOST_HOSTS}: use fewer.")
+    if sys.platform != "linux":
+        raise NoSlowLink("it needs Linux")
+    for command in ("ip", "tc"):
+        if shutil.which(command) is None:
+            raise NoSlowLink(f"the command {command} of iproute2 is not installed")
+    levels = [f"{level.count}@{level.rate_bps!r}" for level in link.levels]
+    keeper = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(PROGRAM), "keep", *levels],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the keeper
+    )
+    with keeper:
+        try:
+            made = _answer(keeper)
+            if "error" in made:
+                raise NoSlowLink(f"it needs root or user namespaces: {made['error']}")
+            yield SlowLink(link, Hosts(**made), keeper)
+        finally:
+            keeper.kill()
+
+
+def _answer(keeper: subprocess.Popen[str]) -> dict[str, Any]:
+    assert keeper.stdout is not None
+    line = keeper.stdout.readline()
+    if not line:
+        raise NoSlowLink(f"the process that makes hosts ended with code {keeper.wait(EXIT_TIMEOUT_S)}")
+    answer: dict[str, Any] = json.loads(line)
+    return answer
+
+
 def framing_bytes(op: str, payload_bytes: int, workers: int) -> int:
     """The bytes of headers that gloo and TCP add to a collective, for one worker.
 
@@ -117,32 +194,3 @@ def framing_bytes(op: str, payload_bytes: int, workers: int) -> int:
         return (workers - 1) * MESSAGES * MESSAGE_BYTES
     segments = max(2, -(-payload_bytes // (SEGMENT_BYTES * workers)))
     return 2 * (workers - 1) * segments * MESSAGES * MESSAGE_BYTES
-
-
-def measure_link(worker: int, workers: int) -> tuple[float, float]:
-    """Measure the link to the next worker on the default group: the round trip in seconds, and the rate in bit/s.
-
-    All workers call it, and measure at once, as in a ring all_reduce.
-    """
-    following, previous = (worker + 1) % workers, (worker - 1) % workers
-    ping_s = min(_round_trip_s(following, previous, PING_BYTES) for _ in range(REPEATS))
-    transfer_s = min(_round_trip_s(following, previous, TRANSFER_BYTES) for _ in range(REPEATS))
-    return ping_s, 16 * TRANSFER_BYTES / max(transfer_s - ping_s, transfer_s / 10)
-
-
-def _round_trip_s(following: int, previous: int, size: int) -> float:
-    """Return the seconds until `size` bytes came back from the next worker."""
-    import torch  # which takes a second or more, and links are parsed without it
-    import torch.distributed as dist
-
-    sent, received, returned = torch.zeros(3, size, dtype=torch.uint8)
-    dist.barrier()
-    start = time.perf_counter()
-    sends = [dist.isend(sent, dst=following)]
-    dist.recv(received, src=previous)
-    sends.append(dist.isend(received, dst=previous))
-    dist.recv(returned, src=following)
-    took = time.perf_counter() - start
-    for work in filter(None, sends):
-        work.wait()
-    return took

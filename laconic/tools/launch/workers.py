@@ -1,8 +1,12 @@
 """Starts the workers of a run on this machine, as torchrun would, and ends them in every case.
 
-- A worker fails: the others are stopped, and `WorkerError` (failures.py) names the worker and its error.
+- A worker fails: the others are stopped, and `WorkerError` (output.py) names the worker and its error.
 - A signal (Ctrl-C, SIGTERM, a closed terminal): `Stopped` passes through `started`, which ends the workers.
 - This process is killed: on Linux, the kernel ends the workers (`namespaces.die_with_parent`).
+
+Their files are in a temporary folder, which is also removed after a process that was killed: it has a file that its
+owner keeps locked, and the kernel releases the lock when the owner ends. Each new run removes this user's folders whose
+lock is free, and ends the processes of their workers that still run.
 
     with run_folder() as folder:
         run_workers(python("train.py"), 4, folder, title="the training")
@@ -10,13 +14,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,12 +33,13 @@ from types import FrameType
 from uuid import uuid4
 
 from laconic.tools.errors import UsageError, check_count
-from laconic.tools.launch.failures import killed_by, log_file, worker_error
-from laconic.tools.launch.folders import RUN_VARIABLE
-from laconic.tools.launch.links import Link
+from laconic.tools.launch.links import PROGRAM, Link, SlowLink
 from laconic.tools.launch.namespaces import Hosts
-from laconic.tools.launch.slow_link import PROGRAM, SlowLink
+from laconic.tools.launch.output import killed_by, worker_error, worker_file
 from laconic.tools.machine import usable_cores
+
+if sys.platform != "win32":  # where a locked file cannot be renamed, and no folder is removed later
+    import fcntl
 
 LOOPBACK = "127.0.0.1"
 HOST_PORT = "29500"  # of worker 0 on a host of its own, where every port is free
@@ -40,6 +48,11 @@ MOST_WORKERS = 16  # on any machine; more need more cores
 WORKERS_PER_CORE = 4
 POLL_S, GRACE_S = 0.05, 10.0
 STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+
+PREFIX = "laconic-run-"
+LOCK = "owner.lock"
+RUN_VARIABLE = "LACONIC_RUN_FOLDER"
+"""The environment variable that workers, and the processes that they start, have from the run that started them."""
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +101,8 @@ class Worker:
         self.rank = int(environ["RANK"])
         place = json.dumps(None if hosts is None else asdict(hosts))
         entered = [sys.executable, str(PROGRAM), "enter", place, *command]
-        with log_file(folder, self.rank, "stdout").open("wb") as out, log_file(folder, self.rank).open("wb") as err:
+        stdout, stderr = (worker_file(folder, self.rank, stream) for stream in ("stdout", "stderr"))
+        with stdout.open("wb") as out, stderr.open("wb") as err:
             # in a session of its own: a signal reaches this process alone, which then ends the worker with its children
             self._popen = subprocess.Popen(
                 entered, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
@@ -132,7 +146,7 @@ def run_workers(
     reached: Callable[[int], str] = lambda worker: "",
     has_ended: Callable[[int], bool] = lambda worker: False,
 ) -> None:
-    """Run a command on each worker to its end. Their output is in `folder` (`failures.read_log`).
+    """Run a command on each worker to its end. Their output is in `folder` (`output.read_log`).
 
     If one fails, the others are stopped, and `WorkerError` says "worker 1 of 4 of {title} failed{reached(1)}: ...".
     If a signal ended a worker, and all workers `has_ended` what they were started for, it is only logged: a thread of
@@ -304,3 +318,44 @@ def check_workers(workers: int, cores: int) -> None:
             f"--workers {workers}: this machine has {cores} usable core{'s' * (cores != 1)}, and more than "
             f"{most} workers would mostly wait for one another. Use --workers {most} or fewer, or laconic simulate."
         )
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """Make a folder, and remove it at the end of the block. If this process is killed, the next run removes it."""
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
+        if sys.platform == "win32":
+            yield Path(name)
+        else:
+            remove_abandoned(Path(tempfile.gettempdir()))
+            # lock the file before it has the name that other processes look for
+            new = Path(name, f"{LOCK}.new")
+            with new.open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                new.rename(Path(name, LOCK))
+                yield Path(name)
+
+
+def remove_abandoned(place: Path) -> None:
+    """Remove the folders in `place` that processes of this user left behind, and end what their workers left behind.
+
+    The kernel kills a worker whose launcher was killed, but not the processes that the worker has started.
+    """
+    if sys.platform == "win32":
+        return
+    for folder in place.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+                continue
+            with (folder / LOCK).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _end_processes(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_processes(folder: Path) -> None:
+    wanted = f"{RUN_VARIABLE}={folder}".encode()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # of another user, or ended
+            if wanted in environ.read_bytes().split(b"\0"):
+                os.kill(int(environ.parent.name), signal.SIGKILL)

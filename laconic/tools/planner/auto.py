@@ -21,11 +21,9 @@ from laconic.plans.text import register
 from laconic.session.live_model import kinds_of
 from laconic.session.observers import StepObserver
 from laconic.session.session import Session
-from laconic.tools.planner.forecast import WORTH, Forecast
-from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.measure import Meter, time_codec, time_collective
 from laconic.tools.planner.network import MeasuredNetwork
-from laconic.tools.planner.predict import Prediction, Scenario
+from laconic.tools.planner.predict import PLANS, WORTH, Forecast, Prediction, Scenario
 from laconic.tools.planner.probe_data import OPS, WORLD, Timing
 from laconic.tools.planner.quality import STEPS
 from laconic.tools.planner.shapes import Shapes

@@ -95,30 +95,27 @@ class Meter:
 
     def slowest(self, seconds: Sequence[float]) -> tuple[float, ...]:
         """Return the largest of all workers' values, one by one."""
-        return tuple(self._all(seconds).amax(0).tolist())
+        return tuple(self.all(seconds).amax(0).tolist())
 
     def mean(self, seconds: Sequence[float]) -> tuple[float, ...]:
         """Return the mean of all workers' values, one by one."""
-        return tuple(self._all(seconds).mean(0).tolist())
+        return tuple(self.all(seconds).mean(0).tolist())
 
-    def medians(self, seconds: Sequence[float]) -> tuple[float, ...]:
-        """Return the median of each worker's values."""
-        return tuple(self._all(seconds).quantile(0.5, dim=1).tolist())
-
-    def _all(self, values: Sequence[float]) -> Tensor:
-        return self.world.gather(torch.tensor(values, dtype=torch.float64))  # [workers, values]
+    def all(self, values: Sequence[float]) -> Tensor:
+        """Return the values of all workers, [workers, values]."""
+        return self.world.gather(torch.tensor(values, dtype=torch.float64))
 
     def close(self) -> None:
         """End the queues."""
         self._queues.close()
 
 
-def devices(name: str) -> tuple[torch.device, torch.device]:
+def devices() -> tuple[torch.device, torch.device]:
     """Choose where this worker computes, and where the tensors of its collectives are.
 
     Collectives of CUDA tensors need a device for each worker (NCCL).
     """
-    if name == "cpu" or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return torch.device("cpu"), torch.device("cpu")
     here, found = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % found)
@@ -280,7 +277,7 @@ def time_step(meter: Meter, model: nn.Module, loss: Callable[[], Tensor]) -> Ste
         steps = [_step_s(meter, optimizer, loss) for _ in range(_repeats(3 * COMPUTE_S, slowest_s))]
     whole = [sum(each) for each in steps]
     forward, backward, step = (meter.mean([each[i] for each in steps]) for i in range(3))
-    return StepTiming(meter.mean(whole), forward, backward, step, meter.medians(whole))
+    return StepTiming(meter.mean(whole), forward, backward, step, tuple(meter.all(whole).quantile(0.5, dim=1).tolist()))
 
 
 def _step_s(meter: Meter, optimizer: Optimizer, loss: Callable[[], Tensor]) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""How long a collective takes: by a formula over links of known rates, or as a probe has measured it.
+"""How long a collective takes, by a formula over links of known rates or as a probe has measured it; and a step.
 
 p workers, S bytes passed by each, B bytes/s of one worker's link, a seconds of latency for each message. gloo sends
 around a ring, and so does NCCL with large messages:
@@ -9,6 +9,10 @@ around a ring, and so does NCCL with large messages:
 
 Where links have levels, workers behind one link share it. A ring crosses it once; in an all_to_all among p workers, n
 behind one link send n (p−n)/p S over it.
+
+A step computes for `compute_s` seconds: the forward pass, then the backward pass, from the last layer down. Messages
+are released at their offset from the start of a step, into a queue that sends one after another. A step ends when its
+computation has, and all messages that are due at its end have arrived.
 """
 
 from __future__ import annotations
@@ -19,37 +23,18 @@ from functools import cache
 from itertools import accumulate, pairwise
 from math import inf, log, sqrt
 from operator import mul
-from typing import Protocol
+from typing import TypeAlias
 
 from laconic.ledger import crossing_bytes
-from laconic.tools.launch.links import Level, Link
+from laconic.tools.launch.links import Level, Link, link
 from laconic.tools.planner.probe_data import Timing
+from laconic.tools.units import DURATION, parse
 
+BACKWARD_SHARE = 2 / 3
+"""The share of a step that the backward pass takes: it computes two products where the forward pass computes one."""
 ITERATIONS = 100
 SMALL = 0.02
 """Relative errors of a fit below it count by their square."""
-
-
-class NetworkTimes(Protocol):
-    """Knows how long collectives take."""
-
-    def seconds(self, op: str, payload_bytes: float, workers: int) -> float:
-        """Return the seconds of a collective to which each of `workers` neighbours passes `payload_bytes`."""
-        ...
-
-    def faster(self, factor: float) -> NetworkTimes:
-        """Return the same network with links that are `factor` times as fast."""
-        ...
-
-    @property
-    def rate_bps(self) -> float:
-        """The rate of the slowest link."""
-        ...
-
-    @property
-    def sharing(self) -> int:
-        """How many neighbouring workers share one of the slowest links."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -79,6 +64,11 @@ class ComputedNetwork:
         if workers < 2 or payload_bytes <= 0:
             return 0.0
         return collective_s(op, payload_bytes, workers, self.link.inside(workers), self.latency_s)
+
+
+def computed_network(text: str, latency: str | None, workers: int | None) -> ComputedNetwork:
+    """Return the network that --link and --latency describe."""
+    return ComputedNetwork(link(text, workers), 0.0 if latency is None else parse(latency, DURATION, "--latency"))
 
 
 def collective_s(op: str, payload_bytes: float, workers: int, link: Link, latency_s: float = 0.0) -> float:
@@ -148,6 +138,10 @@ class MeasuredNetwork:
                 f"workers, or with --groups {workers}."
             )
         return found
+
+
+Network: TypeAlias = ComputedNetwork | MeasuredNetwork
+"""Knows how long collectives take."""
 
 
 @dataclass(frozen=True)
@@ -222,3 +216,74 @@ def interpolated(timings: Sequence[Timing], payload_bytes: float) -> float:
     low, high = next((pair for pair in pairs if payload_bytes <= pair[1].bytes), pairs[-1])
     slope = max(0.0, high.seconds - low.seconds) / (high.bytes - low.bytes)
     return low.seconds + slope * (payload_bytes - low.bytes)
+
+
+# Steps, in which communication overlaps with computation.
+
+
+@dataclass(frozen=True)
+class Message:
+    """What is sent of one step: when it is released, how long it takes, and how many steps later it is due."""
+
+    release_s: float
+    seconds: float
+    delay: int = 0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The seconds of one cycle of steps."""
+
+    total_s: float
+    compute_s: float
+    steps: int
+
+    @property
+    def step_s(self) -> float:
+        """The mean seconds of a step."""
+        return self.total_s / self.steps
+
+    @property
+    def exposed_s(self) -> float:
+        """The mean seconds of a step in which nothing is computed."""
+        return max(0.0, self.step_s - self.compute_s)
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the time in which workers compute."""
+        return self.compute_s / self.step_s if self.step_s else 1.0
+
+
+def timeline(cycle: Sequence[Sequence[Message]], compute_s: float) -> Timeline:
+    """Return the time of a cycle of steps that repeats, each given by its messages, once it has settled.
+
+    >>> timeline([[Message(release_s=1.0, seconds=0.5)]], compute_s=1.0).step_s
+    1.5
+    >>> timeline([[], [Message(release_s=1.0, seconds=0.5, delay=1)]], compute_s=1.0).exposed_s
+    0.0
+    """
+    now = free = began = 0.0
+    steps, number = len(cycle), 0
+    delay = max((message.delay for messages in cycle for message in messages), default=0)
+    settled = (2 + 2 * delay // steps) * steps  # from here on, every cycle takes as long
+    busy = [index for index, messages in enumerate(cycle) if messages] or [steps]
+    due: list[tuple[int, float]] = []  # the step at whose end a message must have arrived, and when it does
+    while number < settled + steps:
+        if number == settled:
+            began = now
+        if not due and not cycle[number % steps]:  # only computation until the next message, or the cycle's end
+            quiet = next((index for index in busy if index > number % steps), steps) - number % steps
+            now, number = now + quiet * compute_s, number + quiet
+            continue
+        for message in cycle[number % steps]:
+            free = max(free, now + message.release_s) + message.seconds
+            due.append((number + message.delay, free))
+        now = max([now + compute_s, *(at for step, at in due if step <= number)])
+        due = [(step, at) for step, at in due if step > number]
+        number += 1
+    return Timeline(now - began, compute_s, steps)
+
+
+def released_s(done: float, compute_s: float) -> float:
+    """Return when a gradient is ready, after the share `done` of the backward pass, from the start of the step."""
+    return compute_s * (1 - BACKWARD_SHARE + BACKWARD_SHARE * done)

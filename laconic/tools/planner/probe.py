@@ -1,19 +1,14 @@
 """A probe: everything that is measured before a plan is chosen, in under a minute.
 
-`run_probe` measures as one worker of a process group. `launch_probe` starts workers on this machine that do: this file
-is also their program, `python -m laconic.tools.planner.probe FOLDER`.
+`run_probe` measures as one worker of a process group.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from itertools import count, pairwise
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -21,29 +16,18 @@ from torch import Tensor, nn
 
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Never
-from laconic.plans.text import plan as parse_plan
-from laconic.tools.compare.running import launch
-from laconic.tools.compare.runs import Goal, TrainingRun
 from laconic.tools.errors import UsageError, check_positive
-from laconic.tools.lab.settings import Lab
-from laconic.tools.lab.tasks import loss_of, make_task
-from laconic.tools.launch.failures import WorkerError
-from laconic.tools.launch.folders import run_folder
-from laconic.tools.launch.tail import following
-from laconic.tools.launch.workers import WorkerNetwork, python, run_workers
+from laconic.tools.lab.tasks import Lab, loss_of, make_task
 from laconic.tools.machine import versions
-from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.measure import Meter, devices, time_codec, time_collective, time_step
-from laconic.tools.planner.probe_data import OPS, ModelShapes, Probe, StepTiming
-from laconic.tools.planner.shapes import users_function
+from laconic.tools.planner.predict import PLANS
+from laconic.tools.planner.probe_data import OPS, ModelShapes, Probe
+from laconic.tools.planner.shapes import made_by
 
 Show = Callable[[float, str], None]
 """Takes the share of the probe that is done, from 0 to 1, and what is measured now."""
-PROGRESS = "progress.jsonl"
-STEPS, STEPS_S, WARM_UP_STEPS = 60, 15.0, 3
-"""Of a script: how many steps it is asked for, in how many seconds, and how many do not count."""
 RULE = (
-    "The function takes no argument, and returns a torch.nn.Module, or a module and a function that computes the loss "
+    "It is called without arguments, and returns a torch.nn.Module, or a module and a function that computes the loss "
     "of its next batch"
 )
 
@@ -52,16 +36,14 @@ RULE = (
 class ProbeOptions:
     """What to measure: the lab's model, or that of a "module:function", under the plans of the front and others.
 
-    `longest_s` is the time of the largest collective. `link` is the one that was asked for, kept for the file.
+    `longest_s` is the time of the largest collective.
     """
 
     model: str | None = None
     plans: tuple[Plan, ...] = ()
     front: bool = True
     groups: tuple[int, ...] = ()
-    device: str = "auto"
     longest_s: float = 0.5
-    link: str | None = None
 
     def check(self, workers: int) -> None:
         """Refuse mistakes before any worker starts."""
@@ -74,19 +56,12 @@ class ProbeOptions:
                 )
         if self.model is not None and ":" not in self.model:
             raise UsageError(f"--model {self.model}: write module:function. {RULE}.")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise UsageError(f"--device {self.device}: use cpu or cuda, or leave it out for cuda where there is one.")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UsageError("--device cuda: torch finds no CUDA device here. Leave it out, or install torch for CUDA.")
-
-
-# 1. As one worker of a process group.
 
 
 @contextmanager
-def process_group(device: str) -> Iterator[None]:
+def process_group() -> Iterator[None]:
     """Make the default process group, as the launcher's environment describes it."""
-    _, wire = devices(device)
+    _, wire = devices()
     dist.init_process_group("gloo" if wire.type == "cpu" else "cpu:gloo,cuda:nccl")
     try:
         yield
@@ -96,7 +71,7 @@ def process_group(device: str) -> Iterator[None]:
 
 def run_probe(options: ProbeOptions, show: Show = lambda done, text: None) -> Probe:
     """Measure as one worker of the default process group; every worker calls it, and gets the same result."""
-    meter = Meter(*devices(options.device), options.groups)
+    meter = Meter(*devices(), options.groups)
     try:
         return _measure(meter, options, show)
     finally:
@@ -134,7 +109,6 @@ def _measure(meter: Meter, options: ProbeOptions, show: Show) -> Probe:
         codecs=tuple(codecs),
         model=ModelShapes(name, shapes),
         step=step,
-        link=options.link,
         versions=versions(),
     )
 
@@ -158,59 +132,9 @@ def load_model(
             return loss_of(model, (inputs.to(device), targets.to(device)))
 
         return "the lab's gpt", model, loss
-    try:
-        make = users_function(name)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"--model {name}: {error}. Write module:function. {RULE}.") from error
     with torch.device(device):
-        made = make()
+        made = made_by(name, RULE)
     users_model, users_loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(users_model, nn.Module) or not (users_loss is None or callable(users_loss)):
         raise UsageError(f"--model {name}: it returned {type(made).__name__}. {RULE}.")
     return name, users_model.to(device), users_loss
-
-
-# 2. On workers that are started here.
-
-
-def launch_probe(options: ProbeOptions, workers: int, network: WorkerNetwork, show: Show) -> Probe:
-    """Start workers, on hosts of their own if there is a link, and return what they have measured."""
-    given = asdict(replace(options, plans=())) | {"plans": [repr(plan) for plan in options.plans]}
-    with run_folder() as folder:
-        (folder / "options.json").write_text(json.dumps(given))
-        with following([folder / PROGRESS], lambda line: show(*json.loads(line))):
-            run_workers(python("-m", __name__, str(folder)), workers, folder, network, title="the probe")
-        return Probe.read(folder / "probe.json")
-
-
-def script_step(run: TrainingRun, network: WorkerNetwork) -> StepTiming:
-    """Run a user's script, whose plan is alone(), for a few steps, and return the seconds of worker 0's."""
-    with run_folder() as folder:
-        points = launch(replace(run, goal=Goal(STEPS, STEPS_S)), folder, network).curve
-    took = [(b.seconds - a.seconds) / (b.step - a.step) for a, b in pairwise(points[WARM_UP_STEPS:])]
-    found = tuple(each for each in took if each > 0)
-    if not found:
-        raise WorkerError(
-            f"{run.training.title}: it ended after {len(points)} reports, and more than {WARM_UP_STEPS + 1} "
-            f"are needed. Let it train for {STEPS} steps."
-        )
-    return StepTiming(found)
-
-
-def _main(folder: Path) -> None:
-    given = json.loads((folder / "options.json").read_text())
-    plans = tuple(map(parse_plan, given.pop("plans")))
-    options = ProbeOptions(**given | {"plans": plans, "groups": tuple(given["groups"])})
-    with process_group(options.device):
-        first = os.environ["RANK"] == "0"
-        with (folder / PROGRESS if first else Path(os.devnull)).open("w", buffering=1) as progress:
-            probe = run_probe(options, lambda done, text: print(json.dumps([done, text]), file=progress))
-        if first:
-            probe.write(folder / "probe.json")
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    # A thread of gloo may release its last tensor only now, and abort an interpreter that shuts down (torch 2.13).
-    os._exit(0)

@@ -17,6 +17,7 @@ from typing import Any
 
 from laconic.atomic_write import write_atomically
 from laconic.ledger import wire_bytes
+from laconic.tools.errors import UsageError
 from laconic.values import is_number, is_whole
 
 FORMAT = 2
@@ -24,10 +25,6 @@ FORMAT = 2
 OPS = ("all_reduce", "all_gather", "all_to_all")
 WORLD, MACHINE = "world", "machine"
 """The levels of all workers, and of those of one machine. Others are "groups of 2"."""
-
-
-class ProbeError(ValueError):
-    """A file that is no probe. The message is ready to be shown."""
 
 
 class Sampled:
@@ -104,20 +101,19 @@ class CodecTiming(Sampled):
 class StepTiming(Sampled):
     """The seconds of training steps without synchronising, while all workers compute.
 
-    `samples` are whole steps. Forward, backward and the optimizer by themselves are not known of a script. `by_worker`
-    has the median of each worker, where a straggler shows.
+    `samples` are whole steps. `by_worker` has the median of each worker, where a straggler shows.
     """
 
     samples: tuple[float, ...]
-    forward_s: tuple[float, ...] = ()
-    backward_s: tuple[float, ...] = ()
-    optimizer_s: tuple[float, ...] = ()
-    by_worker: tuple[float, ...] = ()
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    optimizer_s: tuple[float, ...]
+    by_worker: tuple[float, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for each in (self.forward_s, self.backward_s, self.optimizer_s, self.by_worker):
-            check_samples(each or self.samples)
+            check_samples(each)
 
 
 @dataclass(frozen=True)
@@ -178,12 +174,12 @@ class Probe:
         try:
             fields = json.loads(text)
         except ValueError as error:
-            raise ProbeError(f"this is not JSON ({error}). Write the file with laconic probe --out.") from None
+            raise UsageError(f"this is not JSON ({error}). Write the file with laconic probe --out.") from None
         if not isinstance(fields, dict) or "format" not in fields:
-            raise ProbeError("this is not a probe: it has no field 'format'. Write the file with laconic probe --out.")
+            raise UsageError("this is not a probe: it has no field 'format'. Write the file with laconic probe --out.")
         found = fields.pop("format")
         if found != FORMAT:
-            raise ProbeError(f"format {found!r} of a probe: this laconic reads {FORMAT}. Run laconic probe again.")
+            raise UsageError(f"format {found!r} of a probe: this laconic reads {FORMAT}. Run laconic probe again.")
         try:
             fields = {name: _frozen(value) for name, value in fields.items()}
             step = fields.pop("step")
@@ -195,7 +191,7 @@ class Probe:
                 **fields,
             )
         except (TypeError, ValueError, KeyError) as error:
-            raise ProbeError(f"this probe is damaged: {error}. Run laconic probe again.") from None
+            raise UsageError(f"this probe is damaged: {error}. Run laconic probe again.") from None
 
     def write(self, path: Path) -> None:
         """Write the file, completely or not at all."""
@@ -208,7 +204,7 @@ class Probe:
             return Probe.from_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise ProbeError(f"{path}: {reason}") from None
+            raise UsageError(f"--probe {path}: {reason}") from None
 
 
 def check_samples(samples: Sequence[float]) -> None:

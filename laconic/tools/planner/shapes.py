@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,46 +101,32 @@ def adapters(base: Shapes, trainable: int) -> Shapes:
     if rank:
         for name, (m, n) in matrices.items():
             made |= {f"{name}.A": (rank, n), f"{name}.B": (m, rank)}
-    layers = [[name for name in made if name.rpartition(".")[0] in layer] for layer in base.layers]
     if rest := trainable - rank * sum(m + n for m, n in matrices.values()):
         made["rest"] = (rest,)
-        layers[-1:] = [[*each, "rest"] for each in layers[-1:]]
-    return Shapes(meta(made), tuple(tuple(layer) for layer in layers if layer))
+    return Shapes(meta(made))
 
 
 def from_module(place: str) -> Shapes:
     """Build `module:function()` on the meta device, and take its trained parameters."""
-    if not all(place.partition(":")):
-        raise UsageError(f"--model {place}: write module:function, such as train:make_model.")
-    try:
-        make = users_function(place)
-        with torch.device("meta"):
-            model = make()
-    except Exception as error:
-        raise UsageError(
-            f"--model {place}: {type(error).__name__}: {error}. It is called without arguments."
-        ) from error
+    rule = "It is called without arguments, and must return an nn.Module"
+    with torch.device("meta"):
+        model = made_by(place, rule)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"--model {place}: it returned {type(model).__name__}, and must return an nn.Module.")
+        raise UsageError(f"--model {place}: it returned {type(model).__name__}. {rule}.")
     return Shapes.of(model)
 
 
-def users_function(place: str) -> Callable[..., Any]:
-    """Import "module:function"; modules of the current folder are found, too, from now on."""
+def made_by(place: str, rule: str) -> Any:
+    """Call the "module:function" of --model; the `rule` ends the error of a mistake.
+
+    Modules of the current folder are found, too, from now on.
+    """
     module, _, name = place.partition(":")
+    if not (module and name):
+        raise UsageError(f"--model {place}: write module:function, such as train:make_model. {rule}.")
     if "" not in sys.path:
         sys.path.insert(0, "")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
-
-
-def from_file(path: Path) -> Shapes:
-    """Read shapes from a JSON file: {"layer.weight": [512, 512], ...}."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--shapes {path}: it cannot be read as JSON ({error}).") from error
-    sizes = list(found.values()) if isinstance(found, dict) else [None]
-    if not all(isinstance(size, list) and all(isinstance(n, int) and n >= 0 for n in size) for size in sizes):
-        raise UsageError(f'--shapes {path}: write names and shapes, such as {{"layer.weight": [512, 512]}}.')
-    return Shapes(meta({name: tuple(size) for name, size in found.items()}))
+        return getattr(importlib.import_module(module), name)()
+    except Exception as error:
+        raise UsageError(f"--model {place}: {type(error).__name__}: {error}. {rule}.") from error

@@ -1,21 +1,35 @@
-"""The virtual clock of a simulated training: each worker's own time, which collectives bring together."""
+"""The virtual clock: each worker's own time, which collectives bring together.
+
+`VirtualClock` is that of a simulated training. `TimeOnly` trains nothing, for up to hundreds of thousands of workers:
+what is sent, and when it is released, is that of `laconic plan` (`planner/predict.py`). Each step is a few operations
+on one vector, the time of every worker.
+"""
 
 from __future__ import annotations
 
 import random
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from math import inf
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from laconic import Plan, ddp
 from laconic.plans.schedules import Payload
 from laconic.tools.errors import UsageError
-from laconic.tools.planner.network import NetworkTimes
-from laconic.tools.planner.timeline import Message, released_s
+from laconic.tools.launch.links import Level, Link
+from laconic.tools.planner.network import ComputedNetwork, Message, Network, released_s
+from laconic.tools.planner.predict import Prediction, Scenario, Transfer
+from laconic.tools.planner.shapes import Shapes
 from laconic.tools.simulate.in_process import Collective, Members
 from laconic.values import is_number
+
+NO_TIME = ComputedNetwork(Link((Level(1, inf),)))
+"""A network on which sending takes no time."""
 
 
 @dataclass(frozen=True)
@@ -23,21 +37,17 @@ class Conditions:
     """How long computing and sending takes.
 
     `step_s` is what a step computes for. `jitter` is its standard deviation, relative to it, drawn for each worker and
-    step. Without a network, sending takes no time.
+    step.
     """
 
     step_s: float = 0.05
     jitter: float = 0.0
-    network: NetworkTimes | None = None
+    network: Network = NO_TIME
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not is_number(self.jitter) or self.jitter < 0:
             raise UsageError(f"--jitter {self.jitter:g}: it must not be negative. Write --jitter 0.1 for 10 %.")
-
-    def collective_s(self, op: str, payload_bytes: float, workers: int) -> float:
-        """Return the seconds of a collective among `workers` neighbours."""
-        return 0.0 if self.network is None else self.network.seconds(op, payload_bytes, workers)
 
 
 def arrival(ready: Tensor, free: Tensor, queued: Sequence[Message], step_s: float) -> Tensor:
@@ -72,6 +82,53 @@ class TimeUse:
         """Make shares of seconds."""
         each = (computing_s, stragglers_s, link_s, faults_s)
         return TimeUse(*(s / (sum(each) or 1.0) for s in each))
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """One step of all workers: the loss of each, the latest virtual time, and what the first has sent so far."""
+
+    step: int
+    losses: tuple[float, ...]
+    seconds: float
+    sent_bytes: int
+
+    @property
+    def loss(self) -> float:
+        """The mean of the workers' losses."""
+        return fmean(self.losses)
+
+
+@dataclass(frozen=True)
+class SimulatedOutcome:
+    """What a run took and sent; of a training also its losses, and its steps without those that faults have undone."""
+
+    plan: str
+    workers: int
+    parameters: int
+    steps: int
+    seconds: float
+    sent_bytes: float
+    """What worker 0, or the first that is left, has sent."""
+    use: TimeUse
+    left: int
+    """The workers that were not lost."""
+    level_bytes: dict[str, int] = field(default_factory=dict)
+    """`sent_bytes` of a training by level."""
+    curve: tuple[SimulatedStep, ...] = ()
+    validation_loss: float | None = None
+
+    @property
+    def step_s(self) -> float:
+        """The mean virtual seconds of a step."""
+        return self.seconds / self.steps
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what is written of it as JSON."""
+        curve = [asdict(each) | {"loss": each.loss} for each in self.curve]
+        loss = self.curve[-1].loss if self.curve else None
+        more = {"loss": loss, "step_s": self.step_s, "utilisation": self.use.computing}
+        return asdict(self) | more | {"curve": curve}
 
 
 class VirtualClock:
@@ -126,7 +183,7 @@ class VirtualClock:
             done += each.payload_bytes
             early = self._overlap and each.phase == Payload.GRADIENT
             release_s = released_s(done / total, step_s) if early else step_s
-            found.append(Message(release_s, self._conditions.collective_s(each.op, each.payload_bytes, workers)))
+            found.append(Message(release_s, self._conditions.network.seconds(each.op, each.payload_bytes, workers)))
         return found
 
     def after_step(self, worker: int, step: int) -> None:
@@ -151,6 +208,81 @@ class VirtualClock:
             computed_s = sum(sum(each.values()) for each in self._computed)
             rest = sum(self.now) - computed_s - self._straggling_s - self._link_s
             return TimeUse.of(computed_s, self._straggling_s, self._link_s, max(0.0, rest))
+
+
+class TimeOnly:
+    """Simulates the time of a run."""
+
+    def __init__(
+        self, plan: Plan, shapes: Shapes, workers: int, conditions: Conditions, machine: int | None = None
+    ) -> None:
+        self.plan, self.workers, self._given = plan, workers, conditions
+        scenario = Scenario(shapes, workers, conditions.network, conditions.step_s, machine=machine)
+        self._prediction = Prediction(plan, scenario)
+        start = self._prediction.resolved.schedule.start
+        self._warm_up = Prediction(ddp(), scenario) if start > 1 else self._prediction
+        for size in {each.workers for each in self._prediction.sent if workers % each.workers}:
+            raise UsageError(
+                f"{plan!r}: it has groups of {size}, and {workers} workers cannot be divided so. Choose a --workers "
+                f"that {size} divides."
+            )
+        self._draw = torch.Generator().manual_seed(conditions.seed)
+        self._now = torch.zeros(workers, dtype=torch.float64)
+        """The time of each worker."""
+        self._free = torch.zeros(workers, dtype=torch.float64)
+        """When the link of each worker has sent everything."""
+        self._due: dict[int, torch.Tensor] = {}
+        """When what is due after a step has arrived at each worker."""
+        self._computed_s = self._straggling_s = self._link_s = 0.0
+
+    def run(self, steps: int) -> SimulatedOutcome:
+        """Simulate so many steps."""
+        sent_bytes = 0.0
+        for step in range(1, steps + 1):
+            self._compute()
+            if step in self._due:
+                late = (self._due.pop(step) - self._now).clamp_(min=0)
+                self._link_s += float(late.sum())
+                self._now += late
+            sent = self._sent_at(step)
+            for size, delay in dict.fromkeys((each.workers, each.delay) for each in sent):
+                self._send([each for each in sent if (each.workers, each.delay) == (size, delay)], step)
+            sent_bytes += sum(each.wire_bytes for each in sent)
+        use = TimeUse.of(self._computed_s, self._straggling_s, self._link_s)
+        seconds, numbers = float(self._now.max()), self._prediction.scenario.shapes.parameters
+        return SimulatedOutcome(repr(self.plan), self.workers, numbers, steps, seconds, sent_bytes, use, self.workers)
+
+    def _sent_at(self, step: int) -> list[Transfer]:
+        place = step - self._prediction.resolved.schedule.start
+        found = self._prediction if place >= 0 else self._warm_up
+        return [each for each in found.sent if each.step == place % found.cycle]
+
+    def _compute(self) -> None:
+        taken = torch.full_like(self._now, self._given.step_s)
+        if self._given.jitter:
+            drawn = torch.randn(self.workers, generator=self._draw)
+            taken *= drawn.mul_(self._given.jitter).add_(1).clamp_(min=0)
+        self._now += taken
+        self._computed_s += float(taken.sum())
+
+    def _send(self, sent: Sequence[Transfer], step: int) -> None:
+        """Let groups of neighbours wait for their slowest worker, and send; what has a delay is not waited for."""
+        size, delay, step_s = sent[0].workers, sent[0].delay, self._given.step_s
+        queued = sorted(
+            (Message(each.released_s(step_s), each.seconds(self._given.network)) for each in sent),
+            key=lambda message: message.release_s,
+        )
+        now, free = self._now.view(-1, size), self._free.view(-1, size)  # [groups, workers of a group]
+        ready = now.amax(1, keepdim=True)
+        arrived = arrival(ready, free.amax(1, keepdim=True), queued, step_s)
+        free.copy_(arrived.expand_as(free))
+        if delay:
+            self._due[step + delay] = self._free.clone()
+            return
+        end = torch.maximum(ready, arrived)
+        self._straggling_s += float((ready - now).sum())
+        self._link_s += float((end - ready).sum()) * size
+        now.copy_(end.expand_as(now))
 
 
 def _seconds(value: float) -> Tensor:

@@ -1,8 +1,12 @@
 """Workers as threads of one process: each waits at a collective for the others, and the last to arrive serves all.
 
 Sessions run unchanged on an `InProcessGroup`: their queues pass exchanges to an `InProcessWorld`, where all workers'
-exchanges advance in lockstep, with the bits of gloo's collectives (`ring.py`). A few threads compute at a time; the
-others wait for their turn.
+exchanges advance in lockstep, with the bits of gloo's collectives. A few threads compute at a time; the others wait for
+their turn.
+
+gloo sums an all_reduce in a ring. The tensor is cut into one chunk for each worker. Chunk c starts at worker c-1 and
+goes down the ranks, and each worker adds its own part: c-2, c-3, and so on, to worker c, which then has the sum. So the
+order of a sum, and with it the last bit, depends on where in the tensor a number is.
 """
 
 from __future__ import annotations
@@ -17,26 +21,28 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from laconic.comm.collectives import mean_in_blocks, shards_of, sums_exactly
 from laconic.comm.groups import GroupWithQueue
 from laconic.comm.lockstep import in_turn, lockstep
 from laconic.comm.queue import Agree, CollectiveQueue, Running
 from laconic.errors import LostWorkerError, names
-from laconic.exchange import Decide, Exchange, Peers, Request, intercept, operation, payload_bytes
+from laconic.exchange import Decide, Exchange, Mean, Peers, Request, intercept, operation, payload_bytes
 from laconic.ledger import Ledger
-from laconic.tools.simulate.ring import gloo_mean
+
+SEGMENT_BYTES = 1 << 20
+"""The largest message of gloo's ring: the bounds of chunks are multiples of messages."""
 
 Members: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a flush, and to which of its exchanges it belongs."""
+    """One collective of a flush."""
 
     op: str
     payload_bytes: int
     phase: str
     step: int
-    exchange: int
 
 
 Served: TypeAlias = Callable[[Members, list[Collective]], None]
@@ -188,7 +194,7 @@ class InProcessQueue(CollectiveQueue):
         if not running:
             return
         sent: list[Collective] = []
-        exchanges = [self._recorded(each, index, sent) for index, each in enumerate(running)]
+        exchanges = [self._recorded(each, sent) for each in running]
         place = self._place
         try:
             place.world.run_together(place.members, place.worker, in_turn(exchanges), sent)
@@ -199,7 +205,7 @@ class InProcessQueue(CollectiveQueue):
             if not all(each.batch.quiet for each in running):
                 raise
 
-    def _recorded(self, running: Running, index: int, sent: list[Collective]) -> Exchange[Any]:
+    def _recorded(self, running: Running, sent: list[Collective]) -> Exchange[Any]:
         """Run an exchange, record its collectives, and complete the futures of its caller."""
 
         def see(request: Request | Decide) -> Exchange[Tensor]:
@@ -208,9 +214,58 @@ class InProcessQueue(CollectiveQueue):
                 running.request, running.launched_s = request, time.perf_counter()
                 running.round += 1
                 running.record(self.ledger, self.peers, self.level)
-                sent.append(Collective(operation(request), payload_bytes(request), running.phase, running.step, index))
+                sent.append(Collective(operation(request), payload_bytes(request), running.phase, running.step))
             return answer
 
         running.result, running.ended = (yield from intercept(running.exchange, see)), True
         running.batch.one_ended()
         return running.result
+
+
+# The bits of gloo.
+
+
+def gloo_mean(requests: Sequence[Mean]) -> Tensor:
+    """Return the mean that `collectives.launch` computes on a gloo group of as many workers."""
+    rows = [request.x.contiguous().view(-1) for request in requests]
+    workers, like = len(rows), requests[0].x
+    if workers == 1:
+        return like
+    shares = requests[0].shares
+    if shares is not None or (requests[0].wide and not sums_exactly(like.dtype, workers)):
+        return _sharded_mean(rows, shares).view(like.shape)
+    return ring_sum([row.div_(workers) for row in rows]).view(like.shape)
+
+
+def ring_sum(rows: Sequence[Tensor]) -> Tensor:
+    """Sum flat tensors, one of each worker, in the order of gloo's ring.
+
+    >>> ring_sum([torch.tensor([1e8, 1.0]), torch.tensor([1.0, 1.0]), torch.tensor([-1e8, 1.0])]).tolist()
+    [0.0, 3.0]
+    """
+    workers, total = len(rows), torch.empty_like(rows[0])
+    chunk = _chunk(rows[0].nbytes, rows[0].element_size(), workers)
+    for first in range(0, len(total), chunk):
+        owner, part = first // chunk, slice(first, first + chunk)
+        into = total[part].copy_(rows[owner - 1][part])
+        for rank in range(owner - 2, owner - workers - 1, -1):
+            into += rows[rank % workers][part]
+    return total
+
+
+def _chunk(size_bytes: int, element_bytes: int, workers: int) -> int:
+    """Return the elements of a worker's chunk: at least two messages, as many on each worker."""
+    largest = element_bytes * max(1, SEGMENT_BYTES // element_bytes)
+    messages = max(-(-size_bytes // largest), 2 * workers)
+    each = -(-messages // workers)
+    message_bytes = -(-size_bytes // (each * workers))
+    return each * -(-message_bytes // element_bytes)
+
+
+def _sharded_mean(rows: Sequence[Tensor], shares: Sequence[float] | None) -> Tensor:
+    result, first = torch.empty_like(rows[0]), 0
+    for size in shards_of(len(result), len(rows)):
+        part = slice(first, first + size)
+        mean_in_blocks([row[part] for row in rows], result[part], shares)
+        first += size
+    return result

@@ -10,12 +10,11 @@ from __future__ import annotations
 import queue
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
-from statistics import fmean
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +28,43 @@ from laconic.elastic.run import CommitClock
 from laconic.plans.schedules import Never, Streaming
 from laconic.tools.errors import UsageError
 from laconic.tools.lab.script import lr_share
+from laconic.tools.lab.tasks import Lab, loss_of, make_task, validation_loss
 from laconic.tools.machine import usable_cores
-from laconic.tools.simulate.clock import Conditions, TimeUse, VirtualClock
-from laconic.tools.simulate.in_process import InProcessGroup, InProcessWorld, Members
-from laconic.tools.simulate.ring import ring_sum
-from laconic.tools.simulate.tasks import SimulatedTask
+from laconic.tools.planner.shapes import made_by
+from laconic.tools.simulate.clock import Conditions, SimulatedOutcome, SimulatedStep, VirtualClock
+from laconic.tools.simulate.in_process import InProcessGroup, InProcessWorld, Members, ring_sum
+
+Loss: TypeAlias = Callable[[nn.Module, int, int], Tensor]
+"""Returns the loss of a model on the batch of (worker, step)."""
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedTask:
+    """A new model, its training loss, and its validation loss if there is one."""
+
+    model: nn.Module
+    loss: Loss
+    validation: Callable[[nn.Module], float] | None = None
+
+
+def lab_task(settings: Lab) -> SimulatedTask:
+    """Make the lab's task that the settings describe. It reads the data."""
+    task = make_task(settings)
+    return SimulatedTask(
+        task.model,
+        lambda model, worker, step: loss_of(model, task.draw(worker, step)),
+        lambda model: validation_loss(model, task.validation),
+    )
+
+
+def user_task(place: str, seed: int) -> SimulatedTask:
+    """Call `module:function()`, which returns a model and a function `loss(model, worker, step)`."""
+    rule = "It is called without arguments, and returns (model, loss), where loss(model, worker, step) is a tensor"
+    torch.manual_seed(seed)
+    made = made_by(place, rule)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+        raise UsageError(f"--model {place}: it returned {type(made).__name__}. {rule}.")
+    return SimulatedTask(*made)
 
 
 @dataclass(frozen=True)
@@ -78,54 +109,6 @@ class SimulatedRun:
     bucket_mb: float = 25.0
     conditions: Conditions = field(default_factory=Conditions)
     failures: tuple[Failure, ...] = ()
-
-
-@dataclass(frozen=True)
-class SimulatedStep:
-    """One step of all workers: the loss of each, the latest virtual time, and what the first has sent so far."""
-
-    step: int
-    losses: tuple[float, ...]
-    seconds: float
-    sent_bytes: int
-
-    @property
-    def loss(self) -> float:
-        """The mean of the workers' losses."""
-        return fmean(self.losses)
-
-
-@dataclass(frozen=True)
-class SimulatedOutcome:
-    """A simulated training: its steps, without those that faults have undone, and its validation loss at the end."""
-
-    plan: str
-    workers: int
-    left: int
-    """The workers that were not lost."""
-    parameters: int
-    curve: tuple[SimulatedStep, ...]
-    validation_loss: float | None
-    level_bytes: dict[str, int]
-    """What worker 0, or the first that is left, has sent by level."""
-    use: TimeUse
-
-    @property
-    def last(self) -> SimulatedStep:
-        """The last step."""
-        return self.curve[-1]
-
-    @property
-    def step_s(self) -> float:
-        """The mean virtual seconds of a step."""
-        return self.last.seconds / self.last.step
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what is written of it as JSON."""
-        last = self.last
-        totals = {"steps": last.step, "loss": last.loss, "seconds": last.seconds, "sent_bytes": last.sent_bytes}
-        curve = [asdict(each) | {"loss": each.loss} for each in self.curve]
-        return asdict(self) | totals | {"step_s": self.step_s, "utilisation": self.use.computing, "curve": curve}
 
 
 @dataclass(eq=False)
@@ -204,15 +187,19 @@ class Training:
     def outcome(self, steps: Sequence[SimulatedStep]) -> SimulatedOutcome:
         """Return the results, when all `steps()` are done."""
         totals = self._ledgers[self.alive[0]].totals(by="level")
+        curve = tuple({each.step: each for each in steps}.values())  # a step that was undone comes again
         return SimulatedOutcome(
             plan=repr(self.run.plan),
             workers=self.run.workers,
-            left=len(self.alive),
             parameters=sum(p.numel() for p in self.task.model.parameters() if p.requires_grad),
-            curve=tuple({each.step: each for each in steps}.values()),  # a step that was undone comes again
-            validation_loss=self.validation_loss(),
-            level_bytes={level: total.wire_bytes for level, total in totals.items()},
+            steps=curve[-1].step,
+            seconds=curve[-1].seconds,
+            sent_bytes=curve[-1].sent_bytes,
             use=self.clock.use(),
+            left=len(self.alive),
+            level_bytes={level: total.wire_bytes for level, total in totals.items()},
+            curve=curve,
+            validation_loss=self.validation_loss(),
         )
 
     def _work(self, worker: int) -> None:
@@ -300,7 +287,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _mean(rows: Sequence[Tensor]) -> Tensor:
-    """Average as workers do over gloo when they validate (`compare/validating.py`)."""
+    """Average as workers do over gloo when they validate (`compare/reporter.py`)."""
     return (ring_sum([row.flatten() for row in rows]) / len(rows)).view(rows[0].shape)
 
 

@@ -18,8 +18,8 @@ from laconic.tools.compare.judging import (
     reference,
     seconds_to,
 )
-from laconic.tools.compare.records import Outcome, Point
-from tests.tools.compare.report.outcomes import DDP as OVER_LINK
+from laconic.tools.compare.runs import Outcome, Point
+from tests.tools.compare.outcomes import DDP as OVER_LINK
 
 NAN = math.nan
 

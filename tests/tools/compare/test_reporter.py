@@ -1,4 +1,4 @@
-"""The reporter of a training under `laconic compare`: plan in, progress out, and a common end."""
+"""The reporter of a training under `laconic compare`: plan in, progress out, validations, and a common end."""
 
 from __future__ import annotations
 
@@ -10,28 +10,39 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import laconic
 from laconic.ledger import Ledger
 from laconic.session.observers import VARIABLE
-from laconic.tools.compare.records import about_file, has_ended, read_reports, seconds_file
 from laconic.tools.compare.reporter import (
     CHECKED_EVERY,
-    FOLDER,
     CompareReporter,
     StopCheck,
     TimedLedger,
+    Validator,
     control_group,
     from_env,
+    mean_over,
+    mean_weights,
+)
+from laconic.tools.compare.runs import (
+    ABOUT,
+    FOLDER,
+    REPORTER,
+    SECONDS,
+    Goal,
+    has_ended,
+    read_reports,
+    validation_points,
     write_goal,
 )
-from laconic.tools.compare.running import REPORTER
-from laconic.tools.compare.runs import Goal
 from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import link
+from laconic.tools.launch.output import worker_file
+from tests.session.models import weights
 from tests.workers import run_workers
 
 
@@ -157,7 +168,7 @@ def reported_training(worker: int, folder: str) -> int:
 def test_each_worker_reports_its_steps_and_stops_at_the_goal(tmp_path: Path):
     write_goal(tmp_path, Goal(steps=6), computed=link("8mbit", workers=2))
     assert run_workers(reported_training, workers=2, args=(str(tmp_path),)) == [6, 6]
-    assert json.loads(about_file(tmp_path).read_text()) == {"plan": "post_local_sgd(period=2)", "parameters": 72}
+    assert json.loads((tmp_path / ABOUT).read_text()) == {"plan": "post_local_sgd(period=2)", "parameters": 72}
     for worker in (0, 1):
         assert has_ended(tmp_path, worker)
         reports = read_reports(tmp_path, worker)
@@ -166,7 +177,7 @@ def test_each_worker_reports_its_steps_and_stops_at_the_goal(tmp_path: Path):
         assert reports[-1].ended == "steps"
         assert 0 < reports[-1].wire_bytes - 3 * 72 * 4 < 300  # and what workers check about each other
         assert reports[-1].link_seconds > 0
-        doubles = seconds_file(tmp_path, worker).stat().st_size / 8  # one for each collective
+        doubles = worker_file(tmp_path, worker, SECONDS).stat().st_size / 8  # one for each collective
         assert doubles == 3 + 3 + 3 * 2  # rounds; at attach; a header before and a digest after each round
 
 
@@ -228,7 +239,7 @@ def test_all_workers_of_a_sharded_model_stop_together(tmp_path):
     assert run_workers(sharded_training, workers=4, args=(str(tmp_path),)) == [(8, 2)] * 4
     lasts = [read_reports(tmp_path, worker)[-1] for worker in range(4)]
     assert {last.ended for last in lasts} == {"steps"}
-    assert json.loads(about_file(tmp_path).read_text())["parameters"] == 72
+    assert json.loads((tmp_path / ABOUT).read_text())["parameters"] == 72
 
 
 def test_reports_before_the_first_step_and_after_the_end_have_validation_losses_only(tmp_path):
@@ -246,3 +257,129 @@ def test_reports_before_the_first_step_and_after_the_end_have_validation_losses_
     reports = read_reports(tmp_path, worker=0)
     assert [(report.step, report.validation) for report in reports] == [(0, 5.0), (1, 3.0), (2, 2.5)]
     assert (reports[-1].ended, reports[-1].tokens) == ("steps", 8)
+
+
+PLANS = [
+    "Plan(Every(8))",
+    "streaming_diloco(period=4, fragments=2, lr=0.7, momentum=0.9, codec=Exact())",
+    "ddp()",
+    "alone()",
+]
+WATCHED = [
+    "Plan(Every(4), ErrorFeedback(Cast('bf16')))",
+    "streaming_diloco(period=3, fragments=1, lr=0.5, momentum=0.5, codec=Exact())",
+    "alone()",
+]
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, step: int) -> None:
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * step + worker))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _everything(model: nn.Module) -> Tensor:
+    return torch.cat([weights(model), *(b.reshape(-1).float() for b in model.buffers())])
+
+
+def _averaged(worker: int) -> dict[str, tuple[Tensor, Tensor, Tensor, int]]:
+    return {text: _averaged_under(text, worker) for text in PLANS}
+
+
+def _averaged_under(text: str, worker: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = laconic.attach(laconic.plan(text), model, optimizer)
+    for step in range(3):
+        _step(model, optimizer, worker, step)
+    own, sent = _everything(model), session.ledger.wire_bytes
+    with mean_weights(session, control_group(dist.group.WORLD)):
+        inside = _everything(model)
+    return own, inside, _everything(model), session.ledger.wire_bytes - sent
+
+
+def test_the_mean_of_all_weights_and_then_each_workers_own() -> None:
+    by_worker = run_workers(_averaged, 3)
+    for text in PLANS:
+        results = [found[text] for found in by_worker]
+        mean = torch.stack([own for own, _, _, _ in results]).double().mean(0).float()
+        for own, inside, after, sent in results:
+            assert torch.equal(own, after)
+            assert sent == 0
+            if text in ("ddp()", "alone()"):
+                assert torch.equal(inside, own)
+            else:  # without num_batches_tracked, the last buffer, which is no floating-point number
+                assert torch.allclose(inside[:-1], mean[:-1], atol=1e-6)
+                assert not torch.equal(inside, own)
+
+
+def _trained(worker: int, folder: str) -> list[tuple[Tensor, Tensor]]:
+    """The end of each training without a reporter, and with one."""
+    folders = [Path(folder, str(index)) for index in range(len(WATCHED))]
+    return [
+        (_validated(worker, None, text), _validated(worker, where, text))
+        for text, where in zip(WATCHED, folders, strict=True)
+    ]
+
+
+def _validated(worker: int, folder: Path | None, text: str) -> Tensor:
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = laconic.attach(laconic.plan(text), model, optimizer)
+    if folder is not None:
+        session.observe(CompareReporter(folder))
+
+    def validation() -> float:
+        model.eval()
+        with torch.no_grad():
+            loss = float(model(torch.ones(1, 8)).square())
+        model.train()
+        return loss + worker
+
+    with session:
+        for step in range(6):
+            _step(model, optimizer, worker, step)
+            session.report(loss=0.5, validation=validation)
+    return _everything(model)
+
+
+@pytest.mark.slow
+def test_training_does_not_notice(tmp_path: Path) -> None:
+    for index in range(len(WATCHED)):
+        (tmp_path / str(index)).mkdir()
+        write_goal(tmp_path / str(index), Goal(steps=6, validate_every=3), computed=None)
+    for found in run_workers(_trained, 2, (str(tmp_path),)):
+        assert all(torch.equal(quiet, watched) for quiet, watched in found)
+    for index, text in enumerate(WATCHED):
+        reports = [read_reports(tmp_path / str(index), worker) for worker in range(2)]
+        points = validation_points(reports[0])
+        # not while a fragment is in flight, after step 3
+        assert [point.step for point in points] == ([4, 6] if "streaming" in text else [3, 6])
+        assert [each.validation for each in reports[0]] == [each.validation for each in reports[1]]
+        assert all(point.loss > 0.5 for point in points)  # the mean over the workers
+
+
+def test_the_clock_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 17.0, 30.0, 31.0])
+    monkeypatch.setattr("laconic.tools.compare.reporter.time.perf_counter", lambda: next(now))
+    model = _net()
+    with laconic.attach(laconic.ddp(), model, torch.optim.SGD(model.parameters(), lr=0.1)) as session:
+        validate = Validator(every=1, control=None, replicas=None)
+        assert [validate(session, lambda: 2.0, last=False) for _ in range(2)] == [2.0, 2.0]
+    assert validate.paused_s == 8.0
+
+
+def test_a_value_is_taken_as_it_is() -> None:
+    model = _net()
+    with laconic.attach(laconic.ddp(), model, torch.optim.SGD(model.parameters(), lr=0.1)) as session:
+        validate = Validator(every=5, control=None, replicas=None)
+        assert validate(session, None, last=True) is None
+        assert validate(session, torch.tensor(0.5), last=False) == 0.5
+        assert [validate(session, lambda: 2.0, last=step == 7) for step in range(1, 8)] == [None] * 4 + [2.0, None, 2.0]
+    assert mean_over(None, 1.0, 2.0) == (1.0, 2.0)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from laconic.tools.doctor import data, machine
-from laconic.tools.doctor.finding import Finding, has_problem, merged
-from laconic.tools.doctor.workers import check_links
+from laconic.tools.doctor import checks
+from laconic.tools.doctor.checks import Finding, has_problem, merged
+from laconic.tools.doctor.diagnosis import check_links
 from laconic.tools.machine import versions
 
 PROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
@@ -27,7 +27,7 @@ def write(root: Path, **files: str) -> Path:
 
 
 def test_every_finding_of_this_machine_is_complete():
-    found = machine.check_machine({}, workers=1000, local_workers=1000, several_hosts=True)
+    found = checks.check_machine({}, workers=1000, local_workers=1000, several_hosts=True)
     assert {"versions", "gloo", "devices", "open files", "shared memory", "threads"} <= {each.name for each in found}
     for each in found:
         assert each.found
@@ -39,26 +39,26 @@ class TestVersions:
         ("torch", "severity"), [("2.13.0+cpu", "ok"), ("2.9.1", "problem"), ("3.0.0a0", "warning")]
     )
     def test_ranges(self, torch, severity):
-        assert machine.check_versions(HERE | {"torch": torch}).severity == severity
+        assert checks.check_versions(HERE | {"torch": torch}).severity == severity
 
     def test_the_range_is_that_of_the_package(self):
-        assert f"torch>={machine.TORCH},<{machine.NEXT_TORCH}" in PROJECT["dependencies"]
-        assert machine.check_versions(versions()).severity == "ok"
+        assert f"torch>={checks.TORCH},<{checks.NEXT_TORCH}" in PROJECT["dependencies"]
+        assert checks.check_versions(versions()).severity == "ok"
 
     def test_workers_differ(self):
-        assert machine.compare_versions([HERE] * 3)[0].severity == "ok"
-        [found] = machine.compare_versions([HERE, HERE | {"torch": "2.12.0"}, HERE])
+        assert checks.compare_versions([HERE] * 3)[0].severity == "ok"
+        [found] = checks.compare_versions([HERE, HERE | {"torch": "2.12.0"}, HERE])
         assert found.severity == "problem"
         assert found.found == "torch 2.12.0 on worker 1, 2.13.0+cpu on the others"
         assert found.way_out == "Install the same torch on all hosts."
-        [found] = machine.compare_versions([HERE, HERE, HERE | {"python": "3.11.0"}])
+        [found] = checks.compare_versions([HERE, HERE, HERE | {"python": "3.11.0"}])
         assert found.severity == "warning"
 
 
 class TestBackends:
     def test_gloo(self):
-        assert machine.check_gloo(True, False).severity == "ok"
-        assert machine.check_gloo(False, False).severity == "problem"
+        assert checks.check_gloo(True, False).severity == "ok"
+        assert checks.check_gloo(False, False).severity == "problem"
 
     @pytest.mark.parametrize(
         ("devices", "nccl", "cuda_built", "severity"),
@@ -71,7 +71,7 @@ class TestBackends:
         ],
     )
     def test_devices(self, devices, nccl, cuda_built, severity):
-        assert machine.check_devices(devices, nccl, cuda_built, local_workers=2).severity == severity
+        assert checks.check_devices(devices, nccl, cuda_built, local_workers=2).severity == severity
 
 
 class TestAddresses:
@@ -85,7 +85,7 @@ class TestAddresses:
         ],
     )
     def test_the_address_that_gloo_announces(self, address, several, severity, words):
-        found = machine.check_host_name("node7", address, INTERFACES, several)
+        found = checks.check_host_name("node7", address, INTERFACES, several)
         assert (found.name, found.severity) == ("gloo's interface", severity)
         assert words in found.found
         if severity != "ok":
@@ -102,7 +102,7 @@ class TestAddresses:
         ],
     )
     def test_the_chosen_interface(self, name, several, severity):
-        assert machine.check_interface(name, INTERFACES, several).severity == severity
+        assert checks.check_interface(name, INTERFACES, several).severity == severity
 
     @pytest.mark.parametrize(
         ("addresses", "several", "severity"),
@@ -114,30 +114,30 @@ class TestAddresses:
         ],
     )
     def test_the_master_address(self, addresses, several, severity):
-        found = machine.check_master("node0", addresses, "29500", several)
+        found = checks.check_master("node0", addresses, "29500", several)
         assert (found.name, found.severity) == ("master address", severity)
         assert "MASTER_ADDR=node0" in found.found
 
     def test_the_real_machine(self):
         environ = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "localhost"}
-        assert [each.severity for each in machine.check_addresses(environ, several_hosts=False)] == ["ok", "ok"]
-        assert machine.own_address("no-such-host.invalid") is None
-        assert machine.own_address("127.0.0.1") == "127.0.0.1"
-        assert machine.own_address("203.0.113.9") is None
+        assert [each.severity for each in checks.check_addresses(environ, several_hosts=False)] == ["ok", "ok"]
+        assert checks.own_address("no-such-host.invalid") is None
+        assert checks.own_address("127.0.0.1") == "127.0.0.1"
+        assert checks.own_address("203.0.113.9") is None
 
 
 class TestLimits:
     def test_open_files(self):
-        assert machine.check_files(None, 500).severity == "ok"
-        assert machine.check_files(1024, 4).severity == "ok"
-        found = machine.check_files(256, 4)
+        assert checks.check_files(None, 500).severity == "ok"
+        assert checks.check_files(1024, 4).severity == "ok"
+        found = checks.check_files(256, 4)
         assert (found.severity, found.way_out) == ("warning", "Run ulimit -n 65536 before the run.")
-        assert machine.check_files(1024, 100).severity == "warning"
+        assert checks.check_files(1024, 100).severity == "warning"
 
     def test_shared_memory(self):
-        assert machine.check_shared(None).severity == "ok"
-        assert machine.check_shared(8 * 2**30).severity == "ok"
-        found = machine.check_shared(64 * 2**20)
+        assert checks.check_shared(None).severity == "ok"
+        assert checks.check_shared(8 * 2**30).severity == "ok"
+        found = checks.check_shared(64 * 2**20)
         assert (found.severity, found.found) == ("warning", "/dev/shm has 64 MiB")
         assert "--shm-size" in found.way_out
 
@@ -153,7 +153,7 @@ class TestLimits:
         ],
     )
     def test_threads(self, environ, workers, quota, severity, words):
-        found = machine.check_threads(environ, workers, 8, quota)
+        found = checks.check_threads(environ, workers, 8, quota)
         assert found.severity == severity
         assert words in found.way_out
 
@@ -165,30 +165,30 @@ class TestData:
 
     def test_a_copy_is_the_same(self, folder, tmp_path):
         copy = write(tmp_path / "copy", a="aaaa", sub__b="b" * 20_000)
-        assert data.compare_data([data.summarize(folder), data.summarize(copy)]).severity == "ok"
-        assert data.check_data(folder)[0].found == f"{folder}: 2 files, 20,004 bytes"
-        assert data.summarize(folder / "a")["number of files"] == "1"
+        assert checks.compare_data([checks.summarize(folder), checks.summarize(copy)]).severity == "ok"
+        assert checks.check_data(folder)[0].found == f"{folder}: 2 files, 20,004 bytes"
+        assert checks.summarize(folder / "a")["number of files"] == "1"
 
     @pytest.mark.parametrize(
         ("name", "text", "part"),
         [("c", "", "number of files"), ("a", "aaa", "total size"), ("a", "aaab", "sampled bytes")],
     )
     def test_what_differs(self, folder, name, text, part):
-        before = data.summarize(folder)
+        before = checks.summarize(folder)
         write(folder, **{name: text})
-        found = data.compare_data([before, before, data.summarize(folder)])
+        found = checks.compare_data([before, before, checks.summarize(folder)])
         assert (found.severity, found.found) == ("problem", f"worker 2: not the same {part} as on the other workers")
 
     def test_another_name(self, folder):
-        before = data.summarize(folder)
+        before = checks.summarize(folder)
         (folder / "a").rename(folder / "z")
-        assert "not the same file names and sizes" in data.compare_data([before, data.summarize(folder)]).found
+        assert "not the same file names and sizes" in checks.compare_data([before, checks.summarize(folder)]).found
 
     def test_nothing_there(self, tmp_path):
-        found, summary = data.check_data(tmp_path / "none")
+        found, summary = checks.check_data(tmp_path / "none")
         assert (found.severity, summary) == ("problem", {})
         assert "No such file" in found.found
-        assert data.check_data(tmp_path)[0].severity == "problem"
+        assert checks.check_data(tmp_path)[0].severity == "problem"
 
 
 class TestLinks:

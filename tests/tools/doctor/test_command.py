@@ -8,7 +8,7 @@ import re
 import pytest
 
 from laconic.cli.doctor import show
-from laconic.tools.doctor.finding import Finding
+from laconic.tools.doctor.checks import Finding
 from tests.cli.conftest import here
 
 __all__ = ["here"]

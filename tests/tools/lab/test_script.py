@@ -7,12 +7,17 @@ import pytest
 import torch.distributed as dist
 
 import laconic
-from laconic.tools.compare.records import Outcome, read_outcome, read_reports
-from laconic.tools.compare.reporter import write_goal
-from laconic.tools.compare.running import report_variables
-from laconic.tools.compare.runs import Goal, TrainingRun
+from laconic.tools.compare.runs import (
+    Goal,
+    Outcome,
+    TrainingRun,
+    read_outcome,
+    read_reports,
+    report_variables,
+    write_goal,
+)
 from laconic.tools.lab.script import lr_share, main
-from laconic.tools.lab.settings import Lab
+from laconic.tools.lab.tasks import Lab
 from laconic.tools.launch.workers import variables
 
 LAB = Lab(layers=1, width=16, context=16)

@@ -15,10 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import laconic
 from laconic.tools.launch.links import link
 from laconic.tools.planner.auto import MEASURED_STEPS, WARM_UP_STEPS, choice
-from laconic.tools.planner.forecast import Forecast
-from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.network import ComputedNetwork
-from laconic.tools.planner.predict import Scenario
+from laconic.tools.planner.predict import PLANS, Forecast, Scenario
 from laconic.tools.planner.shapes import from_count
 from tests.workers import run_workers
 

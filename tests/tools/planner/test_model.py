@@ -11,11 +11,10 @@ from laconic.cost import meta
 from laconic.ledger import crossing_bytes, wire_bytes
 from laconic.plans.plan import Plan
 from laconic.tools.launch.links import Level, Link, link
-from laconic.tools.planner.network import ComputedNetwork, MeasuredNetwork
+from laconic.tools.planner.network import ComputedNetwork, MeasuredNetwork, Message, timeline
 from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.planner.probe_data import Timing
 from laconic.tools.planner.shapes import Shapes
-from laconic.tools.planner.timeline import Message, timeline
 
 MB = 1_000_000
 

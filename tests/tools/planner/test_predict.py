@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 import laconic
 from laconic.tools.errors import UsageError
 from laconic.tools.launch.links import link
-from laconic.tools.planner.forecast import Forecast
-from laconic.tools.planner.front import PLANS
 from laconic.tools.planner.network import ComputedNetwork
-from laconic.tools.planner.predict import Prediction, Scenario
-from laconic.tools.planner.shapes import Shapes, adapters, from_count, from_file, from_module
+from laconic.tools.planner.predict import PLANS, Forecast, Prediction, Scenario
+from laconic.tools.planner.shapes import Shapes, adapters, from_count, from_module
 
 MODEL = from_count(1_000_000)
 
@@ -106,21 +102,14 @@ def test_ranked_by_the_time_to_the_same_loss():
     assert found[-1] is None and found[:-1] == sorted(s for s in found if s is not None)
 
 
-def test_shapes(tmp_path):
+def test_shapes():
     assert from_count(12_345, layers=7).parameters == 12_345
     assert len(from_count(12_345, layers=7).layers) == 7
     base = from_count(100_000, layers=3)
     for trainable, matrices in ((9_999, 24), (17, 0)):  # 17 are too few for a rank of 1
         made = adapters(base, trainable)
         assert made.parameters == trainable and sum(t.dim() > 1 for t in made.tensors.values()) == matrices
-        assert [name for layer in made.layers for name in layer] == list(made.tensors)
     assert from_module("tests.tools.planner.test_predict:_made").parameters == 6
-    file = tmp_path / "shapes.json"
-    file.write_text(json.dumps({"a": [2, 3], "b": [4]}))
-    assert from_file(file).parameters == 10
-    file.write_text('{"a": "2x3"}')
-    with pytest.raises(UsageError, match=r"write names and shapes, such as \{"):
-        from_file(file)
     for bad in ("nowhere", "no.such:thing", "laconic:ddp"):
         with pytest.raises(UsageError, match=f"--model {bad}"):
             from_module(bad)

@@ -113,7 +113,6 @@ def test_sizes_are_six_whatever_the_limit():
         (ProbeOptions(groups=(3,)), "--groups 3: 4 workers cannot be divided into groups of 3."),
         (ProbeOptions(groups=(1,)), "--groups 1: 4 workers cannot be divided into groups of 1."),
         (ProbeOptions(longest_s=0), "--longest 0: it must be a number above 0."),
-        (ProbeOptions(device="tpu"), "--device tpu: use cpu or cuda"),
         (ProbeOptions("bert"), "--model bert: write module:function."),
     ],
 )

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from laconic.tools.errors import UsageError
 from laconic.tools.planner.network import fit, interpolated
-from laconic.tools.planner.probe_data import CodecTiming, ModelShapes, Probe, ProbeError, StepTiming, Timing
+from laconic.tools.planner.probe_data import CodecTiming, ModelShapes, Probe, StepTiming, Timing
 
 PROBE = Probe(
     workers=4,
@@ -84,15 +85,15 @@ def changed(path: str, value: object) -> str:
     ],
 )
 def test_refuses_what_is_no_probe(text, words):
-    with pytest.raises(ProbeError, match=words):
+    with pytest.raises(UsageError, match=words):
         Probe.from_json(text)
 
 
 def test_an_error_names_the_file(tmp_path):
-    with pytest.raises(ProbeError, match=r"no.json: No such file"):
+    with pytest.raises(UsageError, match=r"no.json: No such file"):
         Probe.read(tmp_path / "no.json")
     (tmp_path / "bad.json").write_bytes(b"\xff")
-    with pytest.raises(ProbeError, match=r"bad.json: .*invalid start byte"):
+    with pytest.raises(UsageError, match=r"bad.json: .*invalid start byte"):
         Probe.read(tmp_path / "bad.json")
 
 

@@ -7,22 +7,20 @@ import pytest
 import laconic
 from laconic.cost import meta
 from laconic.tools.errors import UsageError
-from laconic.tools.lab.settings import Lab
+from laconic.tools.lab.tasks import Lab
 from laconic.tools.launch.links import link
 from laconic.tools.planner.network import ComputedNetwork
 from laconic.tools.planner.predict import Prediction, Scenario
 from laconic.tools.planner.shapes import Shapes, from_count
-from laconic.tools.simulate.clock import Conditions, TimeUse, VirtualClock
+from laconic.tools.simulate.clock import Conditions, TimeOnly, TimeUse, VirtualClock
 from laconic.tools.simulate.in_process import Collective
-from laconic.tools.simulate.tasks import lab_task
-from laconic.tools.simulate.time_only import TimeOnly
-from laconic.tools.simulate.training import SimulatedRun, Training
+from laconic.tools.simulate.training import SimulatedRun, Training, lab_task
 
 MBIT = ComputedNetwork(link("8mbit", workers=2))  # a megabyte a second
 
 
 def _sent(size: int, phase: str = "weights", step: int = 1) -> Collective:
-    return Collective("all_reduce", size, phase, step, 0)
+    return Collective("all_reduce", size, phase, step)
 
 
 def test_workers_wait_for_the_slowest_and_for_the_link():

@@ -12,12 +12,10 @@ from torch.optim import AdamW
 import laconic
 from laconic.tools.errors import UsageError
 from laconic.tools.lab.script import lr_share
-from laconic.tools.lab.settings import Lab
-from laconic.tools.lab.tasks import loss_of, make_task
+from laconic.tools.lab.tasks import Lab, loss_of, make_task
 from laconic.tools.machine import usable_cores
-from laconic.tools.simulate.clock import Conditions
-from laconic.tools.simulate.tasks import lab_task
-from laconic.tools.simulate.training import SimulatedRun, SimulatedStep, Training, failures_of
+from laconic.tools.simulate.clock import Conditions, SimulatedStep
+from laconic.tools.simulate.training import SimulatedRun, Training, failures_of, lab_task
 from tests.workers import run_workers
 
 WORKERS, STEPS = 4, 8

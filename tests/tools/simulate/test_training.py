@@ -12,14 +12,12 @@ from torch import Tensor
 import laconic
 from laconic.session.observers import StepObserver, Validation
 from laconic.session.session import Session
-from laconic.tools.compare.reporter import control_group
-from laconic.tools.compare.validating import mean_over, mean_weights, number
+from laconic.tools.compare.reporter import control_group, mean_over, mean_weights, number
 from laconic.tools.lab import script
-from laconic.tools.lab.settings import Lab
-from laconic.tools.lab.tasks import make_task
+from laconic.tools.lab.tasks import Lab, make_task
 from laconic.tools.machine import usable_cores
-from laconic.tools.simulate.tasks import lab_task
-from laconic.tools.simulate.training import SimulatedRun, SimulatedStep, Training
+from laconic.tools.simulate.clock import SimulatedStep
+from laconic.tools.simulate.training import SimulatedRun, Training, lab_task
 from tests.workers import run_workers
 
 PLANS = (

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from laconic.tools.compare.report import headline, write_page
-from tests.tools.compare.report.outcomes import ALL
+from laconic.tools.compare.judging import headline
+from laconic.tools.compare.report import write_page
+from tests.tools.compare.outcomes import ALL
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import laconic
-from laconic.tools.compare.records import Outcome, Point
-from laconic.tools.compare.report import headline
+from laconic.tools.compare.judging import headline
+from laconic.tools.compare.runs import Outcome, Point
 from laconic.tools.units import duration
-from tests.tools.compare.report.outcomes import DDP, LOCAL, LOW_RANK
+from tests.tools.compare.outcomes import DDP, LOCAL, LOW_RANK
 
 LOST = replace(LOW_RANK, ended="steps")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from laconic.tools.doctor.checks import Finding
 from laconic.tools.doctor.diagnosis import check_as_worker
-from laconic.tools.doctor.finding import Finding
 from laconic.tools.doctor.script import ScriptRun
 from tests.workers import free_port, run_workers
 

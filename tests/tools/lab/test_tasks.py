@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from laconic.tools.errors import UsageError
-from laconic.tools.lab import digits
-from laconic.tools.lab.settings import Lab
-from laconic.tools.lab.tasks import loss_of, make_task, validation_loss
+from laconic.tools.lab.tasks import Lab, digits, loss_of, make_task, validation_loss
 
 
 @pytest.fixture
@@ -32,11 +30,11 @@ def test_without_the_extra_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(UsageError, match=r'--model resnet: .* "laconic-train\[digits\]", or use --model gpt'):
-        digits.load()
+        digits()
 
 
 def test_split_and_ranges(embedded_digits):
-    (images, labels), (validation_images, _) = digits.load()
+    (images, labels), (validation_images, _) = digits()
     assert images.shape == (140, 1, 8, 8)
     assert validation_images.shape == (20, 1, 8, 8)
     assert 0 <= images.min() <= images.max() <= 1
@@ -56,5 +54,5 @@ def test_the_resnet_learns_them(embedded_digits):
 
 def test_real_digits():
     pytest.importorskip("sklearn")
-    (_, labels), (_, validation_labels) = digits.load()
+    (_, labels), (_, validation_labels) = digits()
     assert len(labels) + len(validation_labels) == 1797

@@ -1,21 +1,25 @@
-"""Checks of one machine: versions, backends, CUDA devices, addresses, open files, shared memory, threads."""
+"""Findings, and the checks of one machine: versions, devices, addresses, limits, threads, the training data."""
 
+import hashlib
+import os
 import re
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from laconic.errors import names, outliers
-from laconic.tools.distribution import other_project
-from laconic.tools.doctor.finding import Finding, Severity, finding
-from laconic.tools.machine import usable_cores, versions
+from laconic.tools.machine import other_project, usable_cores, versions
+
+Severity: TypeAlias = Literal["ok", "warning", "problem"]
 
 GLOO = "gloo's interface"
 LOOPBACKS = ("lo", "lo0")
@@ -25,7 +29,48 @@ LEAST_FILES = 1024
 FILES_PER_WORKER = 64  # sockets of a few process groups, pipes of data loaders, files of the run
 LEAST_SHARED_BYTES = 2**30
 SHARED_MEMORY = Path("/dev/shm")
+BLOCK_BYTES, SAMPLED_FILES = 4096, 256  # that are read of the training data
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # cgroups v2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check. With a problem the run fails or trains on wrong values; with a warning it may be slow.
+
+    `why` and `way_out` are empty if the severity is "ok".
+    """
+
+    name: str
+    severity: Severity
+    found: str
+    why: str = ""
+    way_out: str = ""
+    workers: tuple[int, ...] = ()
+    """The workers that the finding is about. Empty: this machine, or all workers."""
+
+
+def finding(name: str, fine: bool, found: str, why: str, way_out: str, otherwise: Severity = "problem") -> Finding:
+    """Make a finding that is "ok" if `fine`, else `otherwise`."""
+    return Finding(name, "ok", found) if fine else Finding(name, otherwise, found, why, way_out)
+
+
+def has_problem(findings: Iterable[Finding]) -> bool:
+    """Return whether there is at least one problem."""
+    return any(each.severity == "problem" for each in findings)
+
+
+def merged(findings: Sequence[Finding], workers: int) -> list[Finding]:
+    """Merge the equal findings of several workers into one that lists these workers, in the order of the checks."""
+    workers_of: dict[Finding, tuple[int, ...]] = {}
+    for each in findings:
+        key = replace(each, workers=())
+        workers_of[key] = workers_of.get(key, ()) + each.workers
+    names = list(dict.fromkeys(each.name for each in workers_of))
+    ordered = sorted(workers_of, key=lambda each: names.index(each.name))
+    return [each if len(workers_of[each]) == workers else replace(each, workers=workers_of[each]) for each in ordered]
+
+
+# This machine.
 
 
 def check_machine(environ: Mapping[str, str], workers: int, local_workers: int, several_hosts: bool) -> list[Finding]:
@@ -232,3 +277,65 @@ def cpu_quota(text: str) -> float | None:
     """
     quota, period = text.split()
     return None if quota == "max" else int(quota) / int(period)
+
+
+# The training data.
+
+
+def summarize(path: Path) -> dict[str, str]:
+    """Count the files and bytes of a file or folder, and digest all names and sizes, and blocks of up to 256 files."""
+    walked = os.walk(path, followlinks=True, onerror=_fail) if path.is_dir() else [("", [], [str(path)])]
+    files = sorted(Path(folder, name) for folder, _, found in walked for name in found)
+    sizes = [file.stat().st_size for file in files]
+    listed, sampled = hashlib.sha256(), hashlib.sha256()
+    for file, size in zip(files, sizes, strict=True):
+        listed.update(f"{file.relative_to(path).as_posix()}\0{size}\0".encode())
+    for file in files[:: max(1, -(-len(files) // SAMPLED_FILES))]:
+        sampled.update(_blocks(file))
+    return {
+        "number of files": f"{len(files):,}",
+        "total size": f"{sum(sizes):,} bytes",
+        "file names and sizes": listed.hexdigest()[:16],
+        "sampled bytes": sampled.hexdigest()[:16],
+    }
+
+
+def _fail(error: OSError) -> None:
+    raise error
+
+
+def _blocks(path: Path) -> bytes:
+    """Read the first, the middle and the last block of a file."""
+    blocks = b""
+    with path.open("rb") as file:
+        last = max(0, file.seek(0, os.SEEK_END) - BLOCK_BYTES)
+        for start in (0, last // 2, last):
+            file.seek(start)
+            blocks += file.read(BLOCK_BYTES)
+    return blocks
+
+
+def check_data(path: Path) -> tuple[Finding, dict[str, str]]:
+    """Check that there are files at the path; return their summary, too."""
+    why = "This worker has nothing to train on."
+    try:
+        found = summarize(path)
+    except OSError as error:
+        shown = f"--data {path}: {error.strerror or error}: {error.filename or path}"
+        return Finding("data", "problem", shown, why, "Give a file or folder that this host can read."), {}
+    if found["number of files"] == "0":
+        way_out = "Mount the disk on this host, or correct the path."
+        return Finding("data", "problem", f"--data {path}: the folder has no files", why, way_out), found
+    return Finding("data", "ok", f"{path}: {found['number of files']} files, {found['total size']}"), found
+
+
+def compare_data(by_worker: Sequence[Mapping[str, str]]) -> Finding:
+    """Check that the summaries of all workers are the same, and name what differs."""
+    for part in dict.fromkeys(part for summary in by_worker for part in summary):
+        _, odd = outliers([summary.get(part) for summary in by_worker])
+        if odd:
+            found = f"{names(odd)}: not the same {part} as on the other workers"
+            why = "Samplers that split one data set between workers then skip or repeat samples."
+            way_out = "Copy the data again, or mount the same disk. Ignore this if each worker has its own part."
+            return Finding("same data", "problem", found, why, way_out)
+    return Finding("same data", "ok", f"the same on all {len(by_worker)} workers: names, sizes and sampled bytes")

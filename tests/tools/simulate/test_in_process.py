@@ -10,7 +10,7 @@ from laconic.checks.digests import digest
 from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Exchange, Mean
 from laconic.ledger import Ledger
-from laconic.tools.simulate.ring import gloo_mean
+from laconic.tools.simulate.in_process import gloo_mean
 from tests.workers import run_workers
 
 SIZES = (1, 7, 1000, 262_147, 700_001)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import laconic
-from laconic.tools.distribution import DISTRIBUTION, other_project, pip_install
-from laconic.tools.doctor.machine import check_distributions
+from laconic.tools.doctor.checks import check_distributions
+from laconic.tools.machine import DISTRIBUTION, other_project, pip_install
 from tests.cli.conftest import here
 
 __all__ = ["here"]
@@ -71,7 +71,7 @@ def test_the_name_is_one_constant():
     assert PROJECT["name"] == DISTRIBUTION
     assert PROJECT["scripts"] == {"laconic": "laconic.cli.main:main"}
     sources = (ROOT / "laconic").rglob("*.py")
-    assert [path.name for path in sources if DISTRIBUTION in path.read_text()] == ["distribution.py"]
+    assert [path.name for path in sources if DISTRIBUTION in path.read_text()] == ["machine.py"]
 
 
 @pytest.mark.parametrize(

@@ -1,37 +1,135 @@
-"""The four figures: loss against time, loss against bytes, parts of the time, bytes of each level.
+"""The report of a comparison: one self-contained HTML file for any screen, light or dark, with the raw data in it.
 
-Matplotlib draws them, in a size that is readable on a phone. In the page, variables of its style sheet replace the
-colours, for light and dark.
+Matplotlib draws its figures, in a size that is readable on a phone, and Jinja fills `report.html`; both are imported
+only when a report is written. In the page, variables of its style sheet replace the colours of the figures.
 """
 
+from __future__ import annotations
+
+import base64
+import datetime
 import io
 import math
+import os
+import platform
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from laconic.tools.compare.records import Outcome, Point
+from laconic.atomic_write import write_atomically
+from laconic.tools.compare.judging import as_json, cells, headline, no_better_than_alone, reference
+from laconic.tools.compare.runs import Outcome, Point
+from laconic.tools.errors import UsageError
+from laconic.tools.machine import pip_install, usable_cores, versions
 from laconic.tools.units import duration, human_bytes
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TEMPLATE = Path(__file__).with_name("report.html")
 INCHES = (4.4, 3.0)
-LINE_STYLES: tuple[Literal["-", "--", "-.", ":"], ...] = ("-", "--", "-.", ":")
-
-
+LINE_STYLES, SWATCHES = ("-", "--", "-.", ":"), ("solid", "dashed", "dashed", "dotted")
 INK, FAINT = "#1b1f24", "#d5d9de"
-PLANS = ("#4c5560", "#0072b2", "#d55e00", "#00835f", "#a64d86", "#8a6d00")
-PARTS = {"computing": "#6f9a78", "communicating": "#cfa52a", "waiting": "#b7a3dd"}
-VARIABLES = {
-    INK: "var(--ink)",
-    FAINT: "var(--faint)",
-    **{colour: f"var(--plan-{index})" for index, colour in enumerate(PLANS)},
-    **{colour: f"var(--part-{index})" for index, colour in enumerate(PARTS.values())},
+PLANS = {
+    "#4c5560": "#b6bec8",
+    "#0072b2": "#5cb3ec",
+    "#d55e00": "#ff9657",
+    "#00835f": "#3fcf9f",
+    "#a64d86": "#e59ccb",
+    "#8a6d00": "#e3c34d",
 }
-"""The variable of the page's style sheet for each colour."""
+"""The colours of plans in light and in dark."""
+PARTS = {"computing": "#6f9a78", "communicating": "#cfa52a", "waiting": "#b7a3dd"}
+LIGHT = {f"plan-{i}": colour for i, colour in enumerate(PLANS)} | {f"part-{i}": c for i, c in enumerate(PARTS.values())}
+DARK = dict(zip(LIGHT, (*PLANS.values(), "#84b78e", "#e3c34d", "#9b86cc"), strict=True))
+DETAILS = ("computing, s", "communicating, s", "waiting, s", "on the network", "at the interface")
+
+
+def check_drawable(written: str) -> None:
+    """Refuse a report before any training if its dependencies are not installed."""
+    missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"{written}: its figures need {' and '.join(missing)}, which cannot be imported. "
+            f"Install with {pip_install('report')}, or leave out the option."
+        )
+
+
+def write_page(path: Path, outcomes: Sequence[Outcome], arguments: Sequence[str]) -> None:
+    """Write the report; `arguments` are those of the command."""
+    write_atomically(path, page(outcomes, arguments).encode())
+
+
+def page(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
+    """The report as HTML."""
+    from jinja2 import Environment, StrictUndefined
+
+    first, rows = reference(outcomes), [cells(outcome, outcomes) for outcome in outcomes]
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(TEMPLATE.read_text()).render(
+        headline=headline(outcomes),
+        first=first,
+        plans=[(outcome.label, SWATCHES[index % 4], index % 6) for index, outcome in enumerate(outcomes)],
+        part_names=list(enumerate(PARTS)),
+        figures=[(drawing, svg(drawing, outcomes)) for drawing in drawings(outcomes)],
+        tables=[
+            (
+                "table",
+                [heading.replace("\n", " ") for heading in rows[0]],
+                [
+                    (
+                        outcome.label,
+                        "no better than alone()" if no_better_than_alone(outcome, outcomes) else "",
+                        [cell.replace("->", "→").replace("x", "×") for cell in row.values()],
+                    )
+                    for outcome, row in zip(outcomes, rows, strict=True)
+                ],
+            ),
+            ("details", DETAILS, [(outcome.label, "", _details(outcome)) for outcome in outcomes]),
+        ],
+        uplinks=[(f"{o.plan}", name, human_bytes(count)) for o in outcomes for name, count in o.uplink_bytes.items()],
+        command=shlex.join(["laconic", *arguments]),
+        facts={**versions(), **machine()},
+        data=base64.b64encode(as_json(outcomes).encode()).decode(),
+        light=" ".join(f"--{name}: {colour};" for name, colour in LIGHT.items()),
+        dark=" ".join(f"--{name}: {colour};" for name, colour in DARK.items()),
+    )
+
+
+def _details(outcome: Outcome) -> list[str]:
+    """The cells of a run, as in DETAILS."""
+    return [
+        *(f"{part:,.1f}" for part in parts(outcome)),
+        human_bytes(outcome.network_bytes),
+        "-" if outcome.interface_bytes is None else human_bytes(outcome.interface_bytes),
+    ]
+
+
+def machine() -> dict[str, str]:
+    """The machine, without its name."""
+    found = {
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "processor": f"{_processor()}, {usable_cores()} usable cores",
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    if hasattr(os, "sysconf"):
+        found["memory"] = human_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+# The four figures.
 
 
 @dataclass(frozen=True)
@@ -61,6 +159,9 @@ def drawings(outcomes: Sequence[Outcome]) -> list[Drawing]:
 
 def svg(drawing: Drawing, outcomes: Sequence[Outcome]) -> str:
     """Draw a figure as SVG for the page: colours are variables, text stays text, ids are unique."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "laconic", "font.size": 10}):
         figure = Figure(figsize=INCHES, layout="constrained")
         drawing.draw(figure.add_subplot(), outcomes)
@@ -73,19 +174,19 @@ def svg(drawing: Drawing, outcomes: Sequence[Outcome]) -> str:
     source = re.sub(r"(\d)px ('DejaVu Sans'[^;\"]*)", r"\1px system-ui, sans-serif", source)
     accessible = f'role="img" aria-label="{drawing.title}"'
     source = re.sub(r'^<svg [^>]*?(viewBox="[^"]*")[^>]*>', rf"<svg \1 {accessible}>", source)
-    for colour, variable in VARIABLES.items():
-        source = source.replace(colour, variable)
+    for name, colour in {"ink": INK, "faint": FAINT, **LIGHT}.items():
+        source = source.replace(colour, f"var(--{name})")
     return source
 
 
 def parts(outcome: Outcome) -> tuple[float, float, float]:
     """The seconds of computing alone, communicating and waiting; their sum is the run's."""
-    waiting = outcome.waiting_seconds or 0.0
+    waiting = outcome.waiting_seconds
     return outcome.seconds - outcome.communication_seconds, outcome.communication_seconds - waiting, waiting
 
 
 def _colour(plan: int) -> str:
-    return PLANS[plan % len(PLANS)]
+    return LIGHT[f"plan-{plan % len(PLANS)}"]
 
 
 def _loss_against_time(axes: Axes, outcomes: Sequence[Outcome]) -> None:

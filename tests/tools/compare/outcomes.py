@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import laconic
-from laconic.tools.compare.records import Outcome, Point
+from laconic.tools.compare.runs import Outcome, Point
 
 
 def curve(steps: int, step_s: float, step_bytes: int) -> tuple[Point, ...]:

@@ -2,7 +2,7 @@
 
 import time
 
-from laconic.tools.launch.tail import Tail, following
+from laconic.tools.launch.output import Tail, following
 
 
 def test_a_tail_reads_each_complete_line_once(tmp_path):
@@ -20,7 +20,7 @@ def test_a_tail_reads_each_complete_line_once(tmp_path):
 def test_following_shows_everything_up_to_the_end(tmp_path):
     path = tmp_path / "lines"
     seen: list[str] = []
-    with following([path, tmp_path / "never made"], seen.append):
+    with following(path, seen.append), following(tmp_path / "never made", seen.append):
         path.write_text("first\n")
         deadline = time.monotonic() + 10
         while not seen and time.monotonic() < deadline:

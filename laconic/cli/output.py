@@ -1,15 +1,19 @@
-"""Tables and lines on stdout, for all commands."""
+"""What all commands write: tables and lines on stdout, and files."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from laconic.atomic_write import write_temporary
+from laconic.tools.errors import UsageError
 
 PLAIN_WIDTH = 120
 
@@ -45,3 +49,17 @@ def table(
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     return made
+
+
+def check_writable(path: Path, option: str = "--json") -> None:
+    """Refuse, before any training, a file that could not be written after it."""
+    if path.is_dir():
+        example = path / ("results.html" if option == "--report" else "results.json")
+        raise UsageError(f"{option} {path}: that is a folder. Name a file in it, such as {example}.")
+    try:
+        write_temporary(path).unlink()
+    except OSError as error:
+        raise UsageError(
+            f"{option} {path}: no file can be written in {path.absolute().parent} ({error.strerror}). "
+            "Choose a folder that exists and that you may write to."
+        ) from error

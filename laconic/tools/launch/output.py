@@ -1,17 +1,20 @@
-"""Why a worker failed: the error or the signal that ended it, and where the output of all workers is."""
+"""What workers write while they run, and why one failed: the error or the signal that ended it."""
 
 from __future__ import annotations
 
 import re
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
+from threading import Event, Thread
 
 CONSEQUENCES = ("connection closed", "connection reset", "broken pipe", "timed out", "lostworkererror", "by sigterm")
 """What the errors of workers contain that lost their peer, or that the launcher stopped."""
 TRACEBACK = "Traceback (most recent call last)"
+READ_EVERY_S = 0.1
 SHOWN_LINES = 20
 MOST_LOG_BYTES = 1 << 20
 """How much is read of what a worker wrote to a stream: a script may print without end."""
@@ -19,6 +22,78 @@ _ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*((?=[A-Z_])\w*(?:Error|Exception|Interr
 _ABORT = re.compile(r"\s*what\(\): |Fatal Python error|\[[EF]\d{4} ")
 _NOISE = re.compile(r"\s|\[[WI]\d{4} |.*\b\w*Warning\b|terminate called|WARNING\b")
 """Lines that do not explain why a process ended: indented ones, and warnings of Python and of torch's C++."""
+
+
+class Tail:
+    """Reads the lines that were added to a file since the last read. The file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_bytes = 0
+
+    def read(self, at_end: bool = False) -> list[str]:
+        """Return the new complete lines, in order; `at_end`, also a last line without a line end."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read_bytes)
+                added = file.read()
+        except FileNotFoundError:
+            return []
+        added = added if at_end else added[: added.rfind(b"\n") + 1]
+        self._read_bytes += len(added)
+        return added.decode(errors="replace").splitlines()
+
+
+@contextmanager
+def following(path: Path, show: Callable[[str], None]) -> Iterator[None]:
+    """Call `show` for every line that is added to a file while the block runs."""
+    tail = Tail(path)
+    done = Event()
+
+    def read_all() -> None:
+        for line in tail.read():
+            show(line)
+
+    def follow() -> None:
+        while not done.wait(READ_EVERY_S):
+            read_all()
+        read_all()
+
+    thread = Thread(target=follow, name="laconic-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def worker_file(folder: Path, worker: int, kind: str = "stderr") -> Path:
+    """The file with what a worker writes: its stderr, its stdout, or what it reports."""
+    return folder / f"worker-{worker}.{kind}"
+
+
+def read_log(folder: Path, worker: int, stream: str = "stderr") -> list[str]:
+    """The lines that a worker wrote, without empty ones: the last ones, if it wrote more than `MOST_LOG_BYTES`."""
+    path = worker_file(folder, worker, stream)
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - MOST_LOG_BYTES))
+        lines = file.read(MOST_LOG_BYTES).decode(errors="replace").splitlines()
+    return [without_rank(line) for line in lines if line.strip()]
+
+
+def without_rank(line: str) -> str:
+    """A line without the prefix that torch writes before each line of a worker's traceback.
+
+    >>> without_rank("[rank1]:   f()")
+    '  f()'
+    """
+    return re.sub(r"^\[rank\d+\]: ?", "", line.rstrip())
+
+
+# Why a worker failed.
 
 
 class WorkerError(RuntimeError):
@@ -137,31 +212,6 @@ def killed_by(exit_code: int) -> str:
     ('killed by SIGKILL', 'it exited with code 3')
     """
     return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"it exited with code {exit_code}"
-
-
-def log_file(folder: Path, worker: int, stream: str = "stderr") -> Path:
-    """The file with what a worker writes to a stream."""
-    return folder / f"worker-{worker}.{stream}"
-
-
-def read_log(folder: Path, worker: int, stream: str = "stderr") -> list[str]:
-    """The lines that a worker wrote, without empty ones: the last ones, if it wrote more than `MOST_LOG_BYTES`."""
-    path = log_file(folder, worker, stream)
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - MOST_LOG_BYTES))
-        lines = file.read(MOST_LOG_BYTES).decode(errors="replace").splitlines()
-    return [without_rank(line) for line in lines if line.strip()]
-
-
-def without_rank(line: str) -> str:
-    """A line without the prefix that torch writes before each line of a worker's traceback.
-
-    >>> without_rank("[rank1]:   f()")
-    '  f()'
-    """
-    return re.sub(r"^\[rank\d+\]: ?", "", line.rstrip())
 
 
 def _keep_logs(folder: Path, workers: int) -> Path:
