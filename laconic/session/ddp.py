@@ -19,14 +19,14 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.checks.agreement import Facts
-from laconic.checks.headers import Headers, PendingHeaders
+from laconic.checks.headers import Headers, start_headers
 from laconic.codecs import Codec
 from laconic.codecs.feedback import has_residuals, return_to_residual
 from laconic.comm.queue import CollectiveQueue, new_future, resolved
 from laconic.exchange import Averaged, Exchange, Level, all_finite
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
-from laconic.session.gradients import MANUAL, GradientAverager, sparse_tables
+from laconic.session.gradients import MANUAL, GradientAverager, GradientPath, sparse_tables
 from laconic.session.live_model import LiveModel, local_of
 from laconic.session.scaling import ScaledSteps
 from laconic.session.stop import StepHeaders
@@ -110,24 +110,23 @@ def _hook_of(ddp: DistributedDataParallel) -> _Hook:
     return known
 
 
-class DDPPath:
+class DDPPath(GradientPath):
     """Averages the buckets of a DDP model."""
-
-    in_backward = True
 
     def __init__(self, ddp: DistributedDataParallel, averager: GradientAverager, headers: StepHeaders) -> None:
         self._averager = averager
         self._ddp = weakref.ref(ddp)  # as in `_Hook`
         self._step_headers = headers
         self._hook: _Hook | None = None
-        self._frees_buckets = frees_buckets(ddp)
-        self._views = BucketViews(averager.live, keeps=not self._frees_buckets)
+        self._keeps_views = not getattr(ddp, "lazy_bucket_allocation", False)
+        """Whether DDP keeps its buckets after a backward: not if it frees them, which is new in torch 2.15."""
+        self._views = BucketViews(averager.live, keeps=self._keeps_views)
         self._queues: dict[Level, BucketQueue] = {}
         self._sync: Sync | None = None
-        self._headers: PendingHeaders | Headers | None = None
+        self._headers: Headers | Callable[[], Headers] | None = None
+        """The headers of this backward, or what waits for them."""
         self._ignored_buffers = {f"buffer:{clean(name)}" for name in ddp.parameters_to_ignore}
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph and averager.levels.workers > 1
-        self._bitmap_bytes = 0
         self._sent: dict[str, Tensor] = {}
         """The buckets of this backward by name, where DDP may drop some of their means."""
         self._was_local = False
@@ -168,25 +167,19 @@ class DDPPath:
             if bucket.index() == 0:
                 self._headers = self._averager.weigh_in_backward(self._sync.level, self._step_headers)
         elif self._headers is None and self._step_headers.stop_due:
-            self._headers = PendingHeaders(self._averager.levels.world, self._step_headers.stop_header())
+            self._headers = start_headers(self._averager.levels.world, self._step_headers.stop_header())
         queue = self._queues.get(self._sync.level) or self._queue(self._sync.level)
         tensors = self._views.tensors(bucket)
         if self._finds_unused:
-            # DDP drops means of parameters that no worker used: they go back to the residuals.
-            self._record_bitmap(len(tensors), bucket.is_last())
+            # DDP drops means of parameters that no worker used: they go back to the residuals. It sends a bitmap itself
+            # in such a backward: for each parameter, whether it was used, as an int32.
             self._sent |= tensors
             if bucket.is_last() and self._sent:
+                world = self._averager.levels.world
+                world.ledger.record("all_reduce", 4 * len(self._sent), world.workers, phase="control")
                 # Twice, to come after DDP's own callback, which is queued after this bucket.
                 at_end_of_backward(lambda: at_end_of_backward(self._return_dropped))
         return queue.take(tensors, bucket.buffer(), bucket.is_last(), self._averager.average)
-
-    def _record_bitmap(self, parameters: int, last: bool) -> None:
-        """Record what DDP sends itself in such a backward: for each parameter, whether it was used, as an int32."""
-        self._bitmap_bytes += 4 * parameters
-        if last:
-            world = self._averager.levels.world
-            world.ledger.record("all_reduce", self._bitmap_bytes, world.workers, phase="control")
-            self._bitmap_bytes = 0
 
     def _return_dropped(self) -> None:
         """Return means that DDP has dropped, of parameters that no worker used, to where error feedback took them from.
@@ -209,12 +202,8 @@ class DDPPath:
     def _queue(self, level: Level) -> BucketQueue:
         if level not in self._queues:
             group = self._averager.levels[level]
-            self._queues[level] = BucketQueue(group, quiet=True, keeps=not self._frees_buckets)
+            self._queues[level] = BucketQueue(group, quiet=True, keeps=self._keeps_views)
         return self._queues[level]
-
-    def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
-        """Do nothing: gradients are averaged in backward."""
-        return None
 
     def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
         """Return the headers that were exchanged beside the gradients. DDP's backward has waited for these."""
@@ -231,7 +220,7 @@ class DDPPath:
         self._was_local = self._was_local or self._sync is None
         if self._sync is not None:
             self._check_parameters()
-        return headers.wait() if isinstance(headers, PendingHeaders) else headers
+        return headers() if callable(headers) else headers
 
     def _check_parameters(self) -> None:
         """Refuse parameters that are trained, and that DDP does not average."""
@@ -297,12 +286,6 @@ class _Bucket:
     future: Future[Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class _Joined:
-    parts: list[dict[str, Tensor]]
-    whole: dict[str, Tensor]
-
-
 @dataclass(eq=False)
 class BucketQueue:
     """Submits exchanges for buckets, in order: one each, or one for several on CUDA.
@@ -316,7 +299,6 @@ class BucketQueue:
     queue: CollectiveQueue
     layout: list[list[str]] = field(default_factory=list)
     """Names by exchange, as of the last backward."""
-    phase: str = "gradient"
     quiet: bool = False
     """Whether the caller looks for errors before the optimizer's step: DDP's backward cannot raise them as they are."""
     keeps: bool = True
@@ -324,7 +306,8 @@ class BucketQueue:
     _next_layout: list[list[str]] = field(default_factory=list)
     _repeat: list[list[str]] | None = None
     _waiting: list[_Bucket] = field(default_factory=list)
-    _joined: list[_Joined] = field(default_factory=list)
+    _joined: list[tuple[list[dict[str, Tensor]], dict[str, Tensor]]] = field(default_factory=list)
+    """Of each exchange of the last backward, its buckets and all their tensors."""
 
     def repeat(self, layout: Sequence[Sequence[str]]) -> None:
         """Average the next backward in this layout, whatever DDP's is."""
@@ -332,38 +315,37 @@ class BucketQueue:
 
     def take(self, tensors: dict[str, Tensor], flat: Tensor, last: bool, average: Average) -> Future[Tensor]:
         """Average one bucket; the future's value is `flat` with the means in it."""
-        bucket = _Bucket(tensors, flat, new_future(flat) if flat.is_cuda else Future())
-        self._waiting.append(bucket)
-        # One exchange a bucket on the CPU; on CUDA several together, as launches cost more than bytes.
+        future: Future[Tensor] = new_future(flat) if flat.is_cuda else Future()
+        self._waiting.append(_Bucket(tensors, flat, future))
+        # 1. One exchange a bucket on the CPU; on CUDA several together, as launches cost more than bytes.
         enough = not flat.is_cuda or sum(b.flat.nbytes for b in self._waiting) >= TOGETHER_BYTES
         if last or (self._repeat is None and enough):
-            self._submit(average)
+            ready, self._waiting = self._waiting, []
+            if self._repeat is not None:
+                buckets = self._as_saved(ready, self._repeat)
+            elif len(ready) == 1:
+                buckets = [tensors]
+            else:
+                buckets = [self._join([bucket.tensors for bucket in ready])]
+            self._next_layout += [list(bucket) for bucket in buckets]
+            exchanges = [average(bucket) for bucket in buckets]
+            self.queue.submit_all(exchanges, "gradient", [b.flat for b in ready], [b.future for b in ready], self.quiet)
+        # 2. The end of the backward.
         if last:
             self.layout, self._next_layout, self._repeat = self._next_layout, [], None
             del self._joined[len(self.layout) if self.keeps else 0 :]
             self.queue.flush()
-        return bucket.future
-
-    def _submit(self, average: Average) -> None:
-        ready, self._waiting = self._waiting, []
-        if self._repeat is not None:
-            buckets = self._as_saved(ready, self._repeat)
-        elif len(ready) == 1:
-            buckets = [ready[0].tensors]
-        else:
-            buckets = [self._join([bucket.tensors for bucket in ready])]
-        self._next_layout += [list(bucket) for bucket in buckets]
-        exchanges = [average(bucket) for bucket in buckets]
-        self.queue.submit_all(exchanges, self.phase, [b.flat for b in ready], [b.future for b in ready], self.quiet)
+        return future
 
     def _join(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Join buckets that are averaged together: the same dict as in the last backward if its parts are the same."""
         index = len(self._next_layout)
-        known = self._joined[index] if index < len(self._joined) else None
-        if known is not None and len(known.parts) == len(parts) and all(map(is_, known.parts, parts)):
-            return known.whole
+        if index < len(self._joined):
+            known, whole = self._joined[index]
+            if len(known) == len(parts) and all(map(is_, known, parts)):
+                return whole
         whole = {name: t for part in parts for name, t in part.items()}
-        self._joined[index:] = [_Joined(parts, whole)]
+        self._joined[index:] = [(parts, whole)]
         return whole
 
     @staticmethod
@@ -378,11 +360,6 @@ def check_finalization(ddp: DistributedDataParallel) -> None:
     """Refuse a backward that the user ends: new in torch 2.15."""
     if getattr(ddp, "require_manual_backward_finalization", False):
         raise RuntimeError(MANUAL.format("require_manual_backward_finalization is set", "Set it to False."))
-
-
-def frees_buckets(ddp: DistributedDataParallel) -> bool:
-    """Return whether DDP frees its buckets after each backward: new in torch 2.15."""
-    return bool(getattr(ddp, "lazy_bucket_allocation", False))
 
 
 class BucketViews:

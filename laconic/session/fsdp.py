@@ -18,7 +18,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ from laconic.comm.averaging import write
 from laconic.exchange import Averaged, Exchange, State
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Sync
-from laconic.session.gradients import MANUAL, GradientAverager
+from laconic.session.gradients import MANUAL, GradientAverager, GradientPath
 from laconic.session.live_model import local_of, same_tensors
 from laconic.session.scaling import ScaledSteps
 from laconic.session.stop import StepHeaders
@@ -54,10 +53,8 @@ class _Pending:
     future: Future[Tensor]
 
 
-class ShardedPath:
+class ShardedPath(GradientPath):
     """Averages the gradients of FSDP's parameter groups between replicas."""
-
-    in_backward = True
 
     def __init__(self, units: Sequence[Unit], averager: GradientAverager, headers: StepHeaders) -> None:
         self._units = list(units)
@@ -100,26 +97,12 @@ class ShardedPath:
         self._codec = None if codec is None else self._averager.chosen(codec, self._queue)
         self._kept_local.clear()
 
-    def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
-        """Do nothing: gradients are averaged in backward."""
-        return None
-
     def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
         """Exchange headers where they are due, and none were in backward."""
         received, self._received = self._received, None
         if received is not None or not self._headers.stop_due:
             return received
         return exchange_headers(self._queue, self._headers.stop_header(), self._averager.levels.shards)
-
-    def after_optimizer(self) -> None:
-        """Do nothing: buffers stay as they are."""
-
-    def layout(self) -> dict[str, list[list[str]]]:
-        """Return nothing: the layout follows from FSDP's units."""
-        return {}
-
-    def repeat_layout(self, layout: Mapping[str, Any]) -> None:
-        """Do nothing."""
 
     def detach(self) -> None:
         """Let torch average as it did before."""
@@ -321,17 +304,11 @@ def _same_workers(one: dist.ProcessGroup | None, other: dist.ProcessGroup | None
 
 def _shard_facts(originals: Mapping[str, Tensor]) -> dict[str, str]:
     """State for each parameter which part of it this worker holds."""
-    return {f"parameter {index}": _shard_fact(name, p) for index, (name, p) in enumerate(originals.items())}
-
-
-def _shard_fact(name: str, p: Tensor) -> str:
-    sharding = sys.modules["torch.distributed.tensor"]
-    fact = f"{name} {list(p.shape)} {str(p.dtype).removeprefix('torch.')}"
-    assert isinstance(p, sharding.DTensor)
-    here = p.device_mesh.get_coordinate()
-    parts = [
-        f"part {here[dim]} of {p.device_mesh.size(dim)}"
-        for dim, placement in enumerate(p.placements)
-        if not placement.is_replicate()
-    ]
-    return ", ".join([fact, *parts])
+    sharding, facts = sys.modules["torch.distributed.tensor"], dict[str, str]()
+    for index, (name, p) in enumerate(originals.items()):
+        assert isinstance(p, sharding.DTensor)
+        here, sizes = p.device_mesh.get_coordinate(), p.device_mesh.shape
+        dims = [dim for dim, placement in enumerate(p.placements) if not placement.is_replicate()]
+        fact = f"{name} {list(p.shape)} {str(p.dtype).removeprefix('torch.')}"
+        facts[f"parameter {index}"] = ", ".join([fact, *(f"part {here[dim]} of {sizes[dim]}" for dim in dims)])
+    return facts

@@ -171,16 +171,12 @@ class LossScale:
     def __init__(self, scaler: GradScaler, live: LiveModel) -> None:
         self._scaler = scaler
         self._live = live
-        self._due = True
-
-    def begin_step(self) -> None:
-        """Look at the scale before the next exchange: it changes between steps."""
-        self._due = True
+        self.due = True
+        """Whether the next exchange is the first of its step: the scale changes between steps."""
 
     def rescale(self) -> None:
         """Bring the residuals to the scale of now, before the first exchange of a step."""
-        now = scale_of(self._scaler) if self._due else None
-        self._due = False
+        now, self.due = scale_of(self._scaler), False
         if now is None:
             return
         kept = self._live.state.setdefault("loss_scale", {})  # saved with the residuals, dropped with them

@@ -332,7 +332,8 @@ class Session:
                 self._average_weights(optimizers=False, force=True)
             self._weights.apply_residuals()
         self._average_weights(optimizers=gradients, force=lagging)
-        self._averager.equalise_loss_scale()
+        if self._averager.scale is not None:  # scaled gradients are averaged
+            self._averager.scale.equalise(self._levels.world)
         # 3. the new plan, with the state that it can use
         self.plan, self.given, self._clock = plan, given, clock
         self.step, self._headers.rounds = step, Rounds(progress=step) if isinstance(plan.schedule, Timed) else None

@@ -9,7 +9,6 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -176,8 +175,8 @@ def _average(world: World, inputs: Sequence[dict[str, Tensor]], shares: Sequence
     """Average as a session does, in the memory of the inputs."""
     exchanges = []
     for rank, (given, state) in enumerate(zip(inputs, world.states, strict=True)):
-        average = partial(world.codec.average, given, state, Peers(rank, world.workers), reuse=world.reuse)
-        exchanges.append(average() if shares[rank] == 1 else by_share(given, shares[rank], state, average))
+        average = world.codec.average(given, state, Peers(rank, world.workers), reuse=world.reuse)
+        exchanges.append(average if shares[rank] == 1 else by_share(given, shares[rank], state, average))
     return lockstep(exchanges, world.ledger)
 
 
