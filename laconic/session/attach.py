@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from laconic.checks.agreement import agree, difference, parameter_facts
-from laconic.checks.digests import DivergenceCheck
+from laconic.checks.digests import DivergenceCheck, differences
 from laconic.checks.finite import NonFinite, NonFiniteCheck, check_policy
 from laconic.codecs import LowRank, TopDCT
 from laconic.codecs.feedback import codecs_of, contains
@@ -41,14 +41,14 @@ from laconic.session.foreign import (
 )
 from laconic.session.fsdp import ShardedPath, check_sharded, replicas_of, shards_of
 from laconic.session.gradients import GradientAverager, GradientPath
-from laconic.session.live_model import LiveModel, facts_of_model
+from laconic.session.live_model import Commit, LiveModel, facts_of_model
 from laconic.session.module import ModulePath
 from laconic.session.observers import StepObserver, check_observers, observers_from_env
 from laconic.session.rounds import check_rounds
 from laconic.session.scaling import Clipping, ScaledSteps
 from laconic.session.session import Session
 from laconic.session.stop import StepHeaders, Stop
-from laconic.session.weights import Anchors, Commit, WeightSync, check_choices
+from laconic.session.weights import Anchors, WeightSync, check_choices
 from laconic.torch_private.fsdp import find_units
 from laconic.torch_private.optimizers import runs_hooks
 from laconic.torch_private.steps import skips_itself
@@ -382,7 +382,7 @@ def warn_of_doing_less(plan: Plan, live: LiveModel, levels: Levels) -> None:
 def sync_initial_weights(live: LiveModel, queue: CollectiveQueue, sync_initial: bool | None, bare: bool) -> None:
     """Check whether all workers start from the same model, and give them the first worker's if asked."""
     tensors = live.everything()
-    found = live.compare(queue, tensors)
+    found = differences(queue, tensors)
     if not found:
         return
     if sync_initial is not True:

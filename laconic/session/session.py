@@ -38,13 +38,13 @@ from laconic.plans.text import plan as parse_plan
 from laconic.session.counts import Counts
 from laconic.session.foreign import OtherOptimizers, check_first_step, optimizer_inside, warn_of_lost_state
 from laconic.session.gradients import GradientAverager, GradientPath, carry_residuals
-from laconic.session.live_model import facts_of_model
+from laconic.session.live_model import Commit, facts_of_model
 from laconic.session.metrics import Health, Reported, samples
 from laconic.session.observers import StepObserver, Validation
 from laconic.session.rounds import Rounds, check_rounds
 from laconic.session.scaling import Arguments, Clipping, ScaledSteps, run_when_ready
 from laconic.session.stop import StepHeaders
-from laconic.session.weights import Commit, WeightSync, check_choices
+from laconic.session.weights import WeightSync, check_choices
 
 
 class Stateful(Protocol):
@@ -183,7 +183,7 @@ class Session:
     @property
     def in_flight(self) -> bool:
         """Whether a fragment was sent and has not taken effect yet."""
-        return self._weights.in_flight
+        return bool(self._weights.in_flight)
 
     @property
     def can_regroup(self) -> bool:
@@ -481,7 +481,7 @@ class Session:
         levels = self._levels.regrouped(self.plan.levels, group)
         self._levels = self._weights.levels = self._averager.levels = levels
         self._averager.check.forget()  # of a step that failed half-way
-        self._weights.drop_in_flight()
+        self._weights.in_flight = []
         self._divergence = DivergenceCheck(self._divergence.every)  # it counts: from now on the same on all workers
         self._restart()
 
