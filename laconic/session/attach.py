@@ -28,7 +28,6 @@ from laconic.ledger import Ledger
 from laconic.optim import DeMo
 from laconic.plans.plan import Plan
 from laconic.plans.text import plan as parse_plan
-from laconic.session.counts import Counts
 from laconic.session.ddp import DDPPath, check_ddp_model
 from laconic.session.foreign import (
     check_wrapper,
@@ -44,10 +43,9 @@ from laconic.session.gradients import GradientAverager, GradientPath
 from laconic.session.live_model import Commit, LiveModel, facts_of_model
 from laconic.session.module import ModulePath
 from laconic.session.observers import StepObserver, check_observers, observers_from_env
-from laconic.session.rounds import check_rounds
 from laconic.session.scaling import Clipping, ScaledSteps
 from laconic.session.session import Session
-from laconic.session.stop import StepHeaders, Stop
+from laconic.session.step_headers import Counts, StepHeaders, Stop, check_rounds
 from laconic.session.weights import Anchors, WeightSync, check_choices
 from laconic.torch_private.fsdp import find_units
 from laconic.torch_private.optimizers import runs_hooks

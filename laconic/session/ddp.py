@@ -29,7 +29,7 @@ from laconic.plans.schedules import Sync
 from laconic.session.gradients import MANUAL, GradientAverager, GradientPath, sparse_tables
 from laconic.session.live_model import LiveModel, local_of
 from laconic.session.scaling import ScaledSteps
-from laconic.session.stop import StepHeaders
+from laconic.session.step_headers import StepHeaders
 from laconic.torch_private.autograd import at_end_of_backward
 from laconic.torch_private.compiled import clean
 from laconic.torch_private.distributed import is_joining

@@ -35,7 +35,7 @@ from laconic.plans.schedules import Payload, Sync
 from laconic.session.gradients import MANUAL, GradientAverager, GradientPath
 from laconic.session.live_model import local_of, same_tensors
 from laconic.session.scaling import ScaledSteps
-from laconic.session.stop import StepHeaders
+from laconic.session.step_headers import StepHeaders
 from laconic.torch_private.autograd import at_end_of_backward, backward_id
 from laconic.torch_private.distributed import flat_group
 from laconic.torch_private.fsdp import Unit

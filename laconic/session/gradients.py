@@ -22,10 +22,9 @@ from laconic.exchange import Averaged, Decide, Exchange, Level, State
 from laconic.packing import narrowed, wide_dtype
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
-from laconic.session.counts import Counts
 from laconic.session.live_model import LiveModel
 from laconic.session.scaling import LossScale, ScaledSteps
-from laconic.session.stop import StepHeaders
+from laconic.session.step_headers import Counts, StepHeaders
 from laconic.torch_private.foreach import multiply_all, zero_all
 
 CARRY_STEPS = 32

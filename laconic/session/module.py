@@ -17,7 +17,7 @@ from laconic.plans.schedules import Payload, Sync
 from laconic.session.gradients import GradientAverager, GradientPath, sparse_tables
 from laconic.session.live_model import local_of
 from laconic.session.scaling import ScaledSteps
-from laconic.session.stop import StepHeaders
+from laconic.session.step_headers import StepHeaders
 
 
 class ModulePath(GradientPath):

@@ -35,15 +35,13 @@ from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Quadratic, Sync, SyncClock, Timed
 from laconic.plans.text import plan as parse_plan
-from laconic.session.counts import Counts
 from laconic.session.foreign import OtherOptimizers, check_first_step, optimizer_inside, warn_of_lost_state
 from laconic.session.gradients import GradientAverager, GradientPath, carry_residuals
 from laconic.session.live_model import Commit, facts_of_model
 from laconic.session.metrics import Health, Reported, samples
 from laconic.session.observers import StepObserver, Validation
-from laconic.session.rounds import Rounds, check_rounds
 from laconic.session.scaling import Arguments, Clipping, ScaledSteps, run_when_ready
-from laconic.session.stop import StepHeaders
+from laconic.session.step_headers import Counts, Rounds, StepHeaders, check_rounds
 from laconic.session.weights import WeightSync, check_choices
 
 
@@ -633,7 +631,8 @@ class Session:
         if self._headers.rounds is not None and self.synced:
             if self._gradient is not None:
                 self._headers.rounds.progress = self.step
-            self._headers.rounds.begin()
+            self._headers.rounds.taken = 0
+            self._headers.rounds.restart_clock()
         self._prepare()
         for observer in self._observers:
             observer.after_step(self)

@@ -34,9 +34,8 @@ from laconic.packing import in_buckets, in_fragments, wide_dtype
 from laconic.plans.outer import Outer
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync
-from laconic.session.counts import Counts
 from laconic.session.live_model import Commit, LiveModel, copied, flat, same_tensors
-from laconic.session.stop import StepHeaders
+from laconic.session.step_headers import Counts, StepHeaders
 from laconic.torch_private.foreach import multiply_all, zero_all
 
 logger = logging.getLogger(__name__)
@@ -218,9 +217,8 @@ class WeightSync:
         That is the anchor, or the weights where there is none.
         """
         anchor, with_anchor = self._anchor or {}, self._with_anchor()
-        return {
-            name: anchor[name] if name in with_anchor else p for name, p in self.live.params.items() if name in names
-        }
+        held = {name: anchor[name] if name in with_anchor else p for name, p in self.live.params.items()}
+        return {name: held[name] for name in names if name in held}
 
     # 2. Headers
 

@@ -26,8 +26,8 @@ from laconic.comm.collectives import mean, weighted_mean
 from laconic.comm.lockstep import exact_mean, lockstep
 from laconic.exchange import Averaged, Exchange, Mean, Peers
 from laconic.plans.schedules import Payload
-from laconic.session.counts import Counts
 from laconic.session.gradients import by_share
+from laconic.session.step_headers import Counts
 from laconic.tools.simulate.ring import gloo_mean
 from tests.laws.codecs import CODECS, FEEDBACK, FEW_BITS, TENSOR_BY_TENSOR, assert_close, each, rounding, subtracts
 from tests.laws.world import World, carried, residuals, same_bits, side_by_side
