@@ -95,7 +95,7 @@ def check_wrapper(optimizer: object, plan: Plan) -> None:
         )
 
 
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 """Sessions that are attached."""
 
 
@@ -180,15 +180,9 @@ def steps_taken(optimizer: Optimizer) -> int:
     return taken
 
 
-def remember(session: Session) -> None:
-    """Note that a session is attached."""
-    _sessions.add(session)
-
-
 def _is_attached(parameters: set[int]) -> bool:
-    return any(
-        session.attached and any(id(p) in parameters for p in session.parameters.values()) for session in _sessions
-    )
+    attached = [session for session in sessions if session.attached]
+    return any(id(p) in parameters for session in attached for p in session.parameters.values())
 
 
 # One pair of global hooks for all sessions: torch iterates over them, so garbage collection must not remove any.

@@ -152,8 +152,10 @@ class LiveModel:
         return {name: t for each in parts for name, t in each.items()} | self.all_buffers
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Return the gradient of each parameter, in an order that all workers share."""
-        return {name: None if p.grad is None else local_of(p.grad) for name, p in self.originals.items()}
+        """Return the gradient of each parameter, in an order that all workers share; sparse ones as dense ones."""
+        grads = {name: p.grad for name, p in self.originals.items()}
+        dense = {name: g.to_dense() if g is not None and g.is_sparse else g for name, g in grads.items()}
+        return {name: None if g is None else local_of(g) for name, g in dense.items()}
 
     # Moments of the optimizers
 

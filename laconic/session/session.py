@@ -38,11 +38,13 @@ from laconic.plans.text import plan as parse_plan
 from laconic.session.foreign import OtherOptimizers, check_first_step, optimizer_inside, warn_of_lost_state
 from laconic.session.gradients import GradientAverager, GradientPath, carry_residuals
 from laconic.session.live_model import Commit, facts_of_model
-from laconic.session.metrics import Health, Reported, samples
+from laconic.session.metrics import Health, Reported, metrics_of
 from laconic.session.observers import StepObserver, Validation
 from laconic.session.scaling import Arguments, Clipping, ScaledSteps, run_when_ready
 from laconic.session.step_headers import Counts, Rounds, StepHeaders, check_rounds
 from laconic.session.weights import WeightSync, check_choices
+from laconic.torch_private.grad_scaler import always_call, call_as_before
+from laconic.torch_private.optimizers import is_nested_step
 
 
 class Stateful(Protocol):
@@ -282,7 +284,7 @@ class Session:
 
     def metrics(self) -> dict[str, float]:
         """Return this worker's metrics (docs/metrics.md). Sends nothing; may wait for a GPU, so not at every step."""
-        return {each.key: each.value for each in samples(self)}
+        return metrics_of(self)
 
     def stop_on(self, *signals: signal.Signals, every_s: float = 0.5) -> None:
         """Stop on these signals, by default SIGTERM. Every worker calls it, before the first step.
@@ -498,8 +500,10 @@ class Session:
         try:
             self._path.install()
             for each in self._scaled:
+                if not each.native:
+                    always_call(each.optimizer)
+                    self._removals.append(partial(call_as_before, each.optimizer))
                 self._removals += [
-                    each.declare().remove,
                     each.optimizer.register_step_pre_hook(partial(self._before_step, each)).remove,
                     each.optimizer.register_step_post_hook(partial(self._after_step, each)).remove,
                 ]
@@ -510,7 +514,7 @@ class Session:
             raise
 
     def _before_step(self, scaled: ScaledSteps, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
-        if scaled.may_nest and scaled.is_nested():
+        if scaled.may_nest and is_nested_step(optimizer):  # it counts once
             return None
         if len(args) > 1 or kwargs:  # perhaps a closure: gradients are ready at its end
             return run_when_ready(args, kwargs, partial(self._ready, scaled))
@@ -532,7 +536,7 @@ class Session:
         self._clipping.clip(scaled)
 
     def _after_step(self, scaled: ScaledSteps, optimizer: Optimizer, *_: object) -> None:
-        if scaled.may_nest and scaled.is_nested():
+        if scaled.may_nest and is_nested_step(optimizer):
             return
         scaled.end_step()
         self._waiting.remove(scaled)
@@ -580,7 +584,12 @@ class Session:
                 warn_of_lost_state(self.plan, self.optimizers, self._levels.world)
             self._first = False
         if scaled not in self._waiting:
-            raise RuntimeError(_stepped_twice(scaled, self._waiting))
+            others = ", ".join(type(each.optimizer).__name__ for each in self._waiting)
+            raise RuntimeError(
+                f"{type(scaled.optimizer).__name__} steps twice, and {others} has not stepped yet: a step is over when "
+                "each optimizer that attach was given has stepped once. For parts of a model that step at different "
+                "rates, attach a session to each: attach(plan, model.part, optimizer)."
+            )
         # 2. the beginning of a round: where deltas start from, and the learning rate that its length may follow
         first = self._clock.since == self.step
         if self.plan.needs_anchor and self.step + 1 >= self.plan.schedule.start:
@@ -667,15 +676,11 @@ class Session:
                 )
             check.forget()  # the GradScaler decides
         elif check.late:
-            flag = check.nonfinite_flag(queue, self._gradients, self._headers.step)
+            flag = check.nonfinite_flag(queue, self._live.gradients, self._headers.step)
             if flag is not None:
                 self._void = flag if self._void is False else torch.maximum(flag, torch.as_tensor(self._void))
         else:
-            self._void = check.has_nonfinite(queue, self._gradients, self._headers.step)
-
-    def _gradients(self) -> dict[str, Tensor | None]:
-        grads = self._live.gradients()
-        return {name: g.to_dense() if g is not None and g.is_sparse else g for name, g in grads.items()}
+            self._void = check.has_nonfinite(queue, self._live.gradients, self._headers.step)
 
     def _compare_weights(self, shared: Mapping[str, Tensor], every_step: bool = False) -> None:
         """Compare what all workers must hold alike, if a comparison is due."""
@@ -705,12 +710,3 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session {self.plan!r} at step {self.step}, {self.workers} workers>"
-
-
-def _stepped_twice(scaled: ScaledSteps, waiting: Sequence[ScaledSteps]) -> str:
-    name, others = type(scaled.optimizer).__name__, ", ".join(type(each.optimizer).__name__ for each in waiting)
-    return (
-        f"{name} steps twice, and {others} has not stepped yet: a step is over when each optimizer that attach was "
-        "given has stepped once. For parts of a model that step at different rates, attach a session to each: "
-        "attach(plan, model.part, optimizer)."
-    )
