@@ -201,11 +201,10 @@ def intercept(exchange: Exchange[T], see: Callable[[Request | Decide], Exchange[
 
 def by_itself(exchange: Exchange[Averaged]) -> Exchange[Averaged]:
     """Run an exchange that keeps its state if its own result is finite, and takes no part in what others decide."""
-
-    def see(request: Request | Decide) -> Exchange[Tensor]:
-        return request.ok if isinstance(request, Decide) else (yield request)
-
-    return replace((yield from intercept(exchange, see)), decided=True)
+    asked = advance(exchange, None)
+    while not isinstance(asked, Done):
+        asked = advance(exchange, asked.ok if isinstance(asked, Decide) else (yield asked))
+    return replace(asked.result, decided=True)
 
 
 def gather(x: Tensor) -> Exchange[Tensor]:

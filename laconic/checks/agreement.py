@@ -61,8 +61,13 @@ def difference(queue: CollectiveQueue, facts: Mapping[str, object]) -> str | Non
     mine = Facts(facts)
     if all_same(queue, mine.digest):
         return None
-    texts = _gather_texts(queue, mine.text, queue.gather(torch.tensor([len(mine.text.encode())])).flatten().tolist())
-    return _first_difference([json.loads(each) for each in texts])
+    # Texts as bytes, padded to the longest.
+    own = torch.frombuffer(bytearray(mine.text.encode()), dtype=torch.uint8)
+    lengths: list[int] = queue.gather(torch.tensor([len(own)])).flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(own)] = own
+    rows = zip(queue.gather(padded), lengths, strict=True)
+    return _first_difference([json.loads(bytes(row[:length].tolist()).decode()) for row, length in rows])
 
 
 DIGEST_BYTES = 16
@@ -94,14 +99,6 @@ def _fact(name: str, p: Tensor) -> str:
     layout = "" if p.is_contiguous() else f" strides {p.stride()}"
     frozen = " frozen" if isinstance(p, nn.Parameter) and not p.requires_grad else ""
     return f"{name} {list(p.shape)} {str(p.dtype).removeprefix('torch.')}{layout}{frozen}"
-
-
-def _gather_texts(queue: CollectiveQueue, text: str, lengths: Sequence[int]) -> list[str]:
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    padded[: len(mine)] = mine
-    rows = queue.gather(padded)
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
 
 
 def _first_difference(stated: list[list[list[str]]]) -> str:

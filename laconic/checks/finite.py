@@ -88,7 +88,6 @@ class NonFiniteCheck:
     """
 
     def __init__(self, policy: NonFinite, late: bool = False, shards: CollectiveQueue | None = None) -> None:
-        check_policy(policy)
         self.policy: NonFinite = policy
         self._shards = shards
         self._each = "worker" if shards is None else "replica"
@@ -150,12 +149,10 @@ class NonFiniteCheck:
     @property
     def agree(self) -> Agree | None:
         """What says whether a batch is finite in all shards of this replica; None if nobody else must be asked."""
-        return None if self._shards is None or self.policy == "ignore" else self._agree
-
-    def _agree(self, ok: Tensor) -> Tensor:
-        assert self._shards is not None
-        bad = self._shards.largest(torch.tensor(int(not bool(ok))))
-        return (bad == 0).to(ok.device)
+        shards = self._shards
+        if shards is None or self.policy == "ignore":
+            return None
+        return lambda ok: (shards.largest(torch.tensor(int(not bool(ok)))) == 0).to(ok.device)
 
     def conclude(self) -> Exchange[bool]:
         """Note and return whether all that was averaged since the last optimizer's step is finite.
@@ -284,8 +281,8 @@ def _finite(tensors: Mapping[str, Tensor]) -> Tensor:
     return all_finite(tensors if flat is None else {"": flat})
 
 
-def _first_and_last(parameters: Iterable[str]) -> str:
-    first, *rest = [*parameters] or [""]
+def _first_and_last(parameters: Sequence[str]) -> str:
+    first, *rest = parameters or ("",)
     return f"one of those from {first} to {rest[-1]}" if rest else first
 
 

@@ -167,7 +167,7 @@ def attach(
         live = LiveModel(ddp.module if ddp else model, optimizers, sharded=bool(units))
         check = NonFiniteCheck(policy, late=late and policy == "skip", shards=known.shards)
         averager = GradientAverager(live, known, check, scaler if units or ddp else None, counts)
-        weights = WeightSync(live, known, commit, anchors, policy, averager.chosen, counts)
+        weights = WeightSync(averager, commit, anchors)
         headers = StepHeaders(plan, live, Stop())
         wrappers = [None if each is around else around for each, around in zip(optimizers, given, strict=True)]
         scaled = [ScaledSteps(each, around) for each, around in zip(optimizers, wrappers, strict=True)]

@@ -100,6 +100,8 @@ class GradientAverager:
         self.wraps: list[Callable[[Codec], Codec]] = []
         """Put around each codec that runs among all workers."""
         self._codec: Codec = Exact()
+        self._choice: tuple[Codec, CollectiveQueue, Codec] = (self._codec, levels.world, self._codec)
+        """A codec, among whom it was to run, and what `chosen` found for it."""
         self._peers = levels.world.peers
         self.scale = LossScale(scaler, live) if scaler is not None and scaler.is_enabled() else None
         """Where scaled gradients are averaged, and the session knows the scale."""
@@ -119,7 +121,10 @@ class GradientAverager:
 
     def chosen(self, codec: Codec, queue: CollectiveQueue) -> Codec:
         """Return the codec that runs: a worker alone has no peer to save bytes for, but it keeps its momentum."""
-        chosen = routed(codec) if queue.workers > 1 or contains(codec, TopDCT) else Exact()
+        given, among, chosen = self._choice
+        if given is not codec or among is not queue:
+            chosen = routed(codec) if queue.workers > 1 or contains(codec, TopDCT) else Exact()
+            self._choice = codec, queue, chosen
         for wrap in self.wraps if queue is self.levels.world else ():
             chosen = wrap(chosen)
         return chosen

@@ -210,7 +210,7 @@ class Session:
     @nonfinite.setter
     def nonfinite(self, policy: NonFinite) -> None:
         check_policy(policy)
-        self._averager.check.policy = self._weights.nonfinite = policy
+        self._averager.check.policy = policy
 
     @property
     def verify_every(self) -> int | None:
@@ -479,7 +479,7 @@ class Session:
             )
         self._levels.abandon()
         levels = self._levels.regrouped(self.plan.levels, group)
-        self._levels = self._weights.levels = self._averager.levels = levels
+        self._levels = self._averager.levels = levels
         self._averager.check.forget()  # of a step that failed half-way
         self._weights.in_flight = []
         self._divergence = DivergenceCheck(self._divergence.every)  # it counts: from now on the same on all workers

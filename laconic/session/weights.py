@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -22,20 +22,19 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from laconic.checks.finite import NonFinite, scale_without
+from laconic.checks.finite import scale_without
 from laconic.checks.headers import exchange_headers
-from laconic.codecs import Codec
 from laconic.codecs.feedback import residuals_by_name
 from laconic.comm.averaging import write
-from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Averaged, Exchange, all_finite, by_itself
 from laconic.packing import in_buckets, in_fragments, wide_dtype
 from laconic.plans.outer import Outer
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync
-from laconic.session.live_model import Commit, LiveModel, copied, flat, same_tensors
-from laconic.session.step_headers import Counts, StepHeaders
+from laconic.session.gradients import GradientAverager
+from laconic.session.live_model import Commit, copied, flat, same_tensors
+from laconic.session.step_headers import StepHeaders
 from laconic.torch_private.foreach import multiply_all, zero_all
 
 logger = logging.getLogger(__name__)
@@ -92,23 +91,12 @@ def check_choices(commit: object, anchors: object = "device") -> None:
 class WeightSync:
     """Synchronises the weights of one model, and what belongs to them: buffers and moments."""
 
-    def __init__(
-        self,
-        live: LiveModel,
-        levels: Levels,
-        commit: Commit,
-        anchors: Anchors,
-        nonfinite: NonFinite,
-        chosen: Callable[[Codec, CollectiveQueue], Codec],
-        counts: Counts | None = None,
-    ) -> None:
-        self.live = live
-        self.levels = levels
+    def __init__(self, averager: GradientAverager, commit: Commit, anchors: Anchors) -> None:
+        self.live, self._counts = averager.live, averager.counts
+        self._averager = averager
+        """What weights and gradients have in common: the groups, which codec runs, the policy for NaN and Inf."""
         self.commit: Commit = commit
-        self.nonfinite: NonFinite = nonfinite
         self._anchors: Anchors = anchors
-        self._chosen = chosen
-        self._counts = counts
         self._anchor: dict[str, Tensor] | None = None
         """By name, in fp32 or wider; None until the first step of a plan that needs it."""
         self._is_current = False
@@ -137,10 +125,11 @@ class WeightSync:
 
         Return what all workers of its level must now hold alike: of a fragment with a delay, nothing yet.
         """
-        live, queue = self.live, self.levels[sync.level]
+        live, levels = self.live, self._averager.levels
+        queue = levels[sync.level]
         live.refresh()
         # 1. Who takes part: the parameters of this fragment; with the first one, buffers and moments.
-        names = self._names(plan, sync)
+        names = list(live.params) if sync.fragment is None else self._names(plan, sync.fragment)
         first = sync.fragment in (None, 0)
         anchored = plan.needs_anchor and plan.is_outermost(sync)
         buffers = dict(live.buffers) if first and plan.buffers == "average" else {}
@@ -175,7 +164,7 @@ class WeightSync:
             live.take_from(worker, queue, live.all_buffers, Payload.WEIGHTS, self.commit)
         if plan.optimizer_state == "reset":
             live.reset_optimizers([*deltas, *exact])
-        if queue is self.levels.world:
+        if queue is levels.world:
             live.mark_synced([*deltas, *exact])
         if self._counts is not None:
             self._counts.synced(plan, sync)
@@ -185,7 +174,7 @@ class WeightSync:
 
     def average_all(self, plan: Plan, headers: StepHeaders, optimizers: bool) -> None:
         """Average all weights and buffers exactly, whatever the plan, and the moments of the optimizers if asked."""
-        live, world = self.live, self.levels.world
+        live, world = self.live, self._averager.levels.world
         live.refresh()
         moments = live.moments() if optimizers else {}
         extra = {**live.buffers, **flat(moments)}
@@ -203,13 +192,11 @@ class WeightSync:
 
     # 1. Who takes part
 
-    def _names(self, plan: Plan, sync: Sync) -> list[str]:
-        if sync.fragment is None:
-            return list(self.live.params)
+    def _names(self, plan: Plan, fragment: int) -> list[str]:
         key = (plan.schedule.fragments, self.live.facts.digest)
         if key not in self._fragments:  # by whole sizes: shards may be uneven
             self._fragments[key] = in_fragments(self.live.originals, plan.schedule.fragments)
-        return self._fragments[key][sync.fragment]
+        return self._fragments[key][fragment]
 
     def _shared(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return what all workers hold alike of a fragment that took effect: the weights may have local steps in them.
@@ -236,19 +223,18 @@ class WeightSync:
         A worker whose are not goes back to the anchor, and contributes no delta. Without an anchor it contributes
         zeros. The means are scaled up for it, unless they are weighted: then it weighs 0.
         """
-        live = self.live
+        live, levels, policy = self.live, self._averager.levels, self._averager.check.policy
         looked_at = {name: t for name, t in sent.items() if name not in live.nonfinite_by_design}
-        finite = self.nonfinite == "ignore" or bool(all_finite(looked_at))
-        shards = self.levels.shards
-        received = exchange_headers(queue, headers.header(finite=finite, count=count), shards)
-        headers.received(received, among_all=queue is self.levels.world)
+        finite = policy == "ignore" or bool(all_finite(looked_at))
+        received = exchange_headers(queue, headers.header(finite=finite, count=count), levels.shards)
+        headers.received(received, among_all=queue is levels.world)
         plain = received.all[0].count is None
         weighed = None if plain else received.shares
         share = 1.0 if weighed is None else weighed[queue.peers.rank]
         if all(received.finite):
             return Contributors(received.finite, shares=weighed, share=share)
-        each = "worker" if shards is None else "replica"
-        scale = scale_without(queue, received.finite, f"{received.all[0].when}, weights", self.nonfinite, each)
+        each = "worker" if levels.shards is None else "replica"
+        scale = scale_without(queue, received.finite, f"{received.all[0].when}, weights", policy, each)
         excluded = not received.finite[queue.peers.rank]  # also if only another shard of this replica is not finite
         if excluded:
             zero_all([*live.params.values(), *extra.values()])
@@ -275,7 +261,8 @@ class WeightSync:
 
     def _run(self, plan: Plan, queue: CollectiveQueue, names: Iterable[str], contributors: Contributors) -> None:
         """Average deltas, and let them take effect: each bucket when it has arrived, or all after the last."""
-        atomic, codec, state = self.commit == "atomic", self._chosen(plan.codec, queue), self.live.state["weights"]
+        codec, state = self._averager.chosen(plan.codec, queue), self.live.state["weights"]
+        atomic = self.commit == "atomic"
         mix = plan.schedule.mix if isinstance(plan.schedule, Streaming) else None
         means: list[dict[str, Tensor]] = []
 
@@ -345,7 +332,7 @@ class WeightSync:
         fragment = Fragment(names, step + plan.schedule.delay, own)
         self.in_flight.append(fragment)
         # As they are now: another state may be loaded before the queue's thread comes to this exchange.
-        chosen, state = self._chosen(plan.codec, queue), self.live.state["weights"]
+        chosen, state = self._averager.chosen(plan.codec, queue), self.live.state["weights"]
 
         def exchange(deltas: Mapping[str, Tensor]) -> Exchange[Averaged]:
             end = yield from by_itself(chosen.average(deltas, state, queue.peers, reuse=True))
@@ -368,7 +355,7 @@ class WeightSync:
             self.live.refresh()
             oldest, since_s = self.in_flight[0], time.perf_counter()
             means = oldest.wait()
-            self.levels.world.ledger.add_wait(since_s)
+            self._averager.levels.world.ledger.add_wait(since_s)
             for mean in means:
                 self._move(plan.outer, mean, plan.schedule.mix, oldest.sent)
             shared |= self._shared(oldest.names)
