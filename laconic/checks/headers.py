@@ -81,11 +81,6 @@ class Header:
         """The step, or the round."""
         return f"{'step' if self.taken is None else 'round'} {self.step}"
 
-    def words(self) -> Tensor:
-        """Return `with_gradient` as int64 numbers, as many as the facts about the model need."""
-        count = -(-len(self.model.stated) // _BITS)
-        return torch.tensor([self.with_gradient >> (_BITS * i) & _MASK for i in range(count)], dtype=torch.int64)
-
 
 HEADER_BYTES = Header(step=0, plan="").summary().nbytes
 """What workers send each other before weights, and without DDP before gradients."""
@@ -200,7 +195,9 @@ def _read(queue: CollectiveQueue, header: Header, found: Headers | Tensor) -> He
     # 2. what each states by itself; of which parameters it has gradients, where these are not the same on all
     headers = [Header.from_row(row, header) for row in rows]
     if len(set(gradients)) > 1:
-        words = queue.gather(header.words()).tolist()
-        bits = [sum(word << (_BITS * i) for i, word in enumerate(each)) for each in words]
+        shifts = range(0, len(header.model.stated), _BITS)  # the bits of all parameters, as int64 words
+        words = torch.tensor([header.with_gradient >> shift & _MASK for shift in shifts], dtype=torch.int64)
+        all_words = queue.gather(words).tolist()
+        bits = [sum(word << shift for word, shift in zip(each, shifts, strict=True)) for each in all_words]
         headers = [replace(each, with_gradient=some) for each, some in zip(headers, bits, strict=True)]
     return Headers(tuple(headers))

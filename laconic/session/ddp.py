@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.checks.agreement import Facts
 from laconic.checks.headers import Headers, start_headers
-from laconic.codecs import Codec
 from laconic.codecs.feedback import has_residuals, return_to_residual
 from laconic.comm.queue import CollectiveQueue, new_future, resolved
 from laconic.exchange import Averaged, Exchange, Level, all_finite
@@ -122,7 +121,6 @@ class DDPPath(GradientPath):
         """Whether DDP keeps its buckets after a backward: not if it frees them, which is new in torch 2.15."""
         self._views = BucketViews(averager.live, keeps=self._keeps_views)
         self._queues: dict[Level, BucketQueue] = {}
-        self._sync: Sync | None = None
         self._headers: Headers | Callable[[], Headers] | None = None
         """The headers of this backward, or what waits for them."""
         self._ignored_buffers = {f"buffer:{clean(name)}" for name in ddp.parameters_to_ignore}
@@ -149,9 +147,8 @@ class DDPPath(GradientPath):
         self._hook = _hook_of(ddp)
         self._hook.start(self._take)
 
-    def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
+    def begin_step(self, sync: Sync | None) -> None:
         """Prepare for the next step. Where no gradients are averaged, DDP sends nothing at all."""
-        self._averager.begin_step(sync, codec)
         self._sync = sync
         assert self._hook is not None, "install() comes first"
         self._hook.allow(sync is not None)
@@ -208,14 +205,14 @@ class DDPPath(GradientPath):
     def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
         """Return the headers that were exchanged beside the gradients. DDP's backward has waited for these."""
         ddp = self._ddp()
-        if ddp is not None and is_joining(ddp):
-            raise RuntimeError(
-                f"{self._step_headers.plan!r} inside DDP's join(): a worker that has run out of data cannot take part "
-                "in what all workers exchange. Give all workers as many batches, such as by DistributedSampler("
-                "drop_last=True), and leave join() out."
-            )
         if ddp is not None:
             check_finalization(ddp)
+            if is_joining(ddp):
+                raise RuntimeError(
+                    f"{self._step_headers.plan!r} inside DDP's join(): a worker that has run out of data cannot take "
+                    "part in what all workers exchange. Give all workers as many batches, such as by "
+                    "DistributedSampler(drop_last=True), and leave join() out."
+                )
         headers, self._headers = self._headers, None
         self._was_local = self._was_local or self._sync is None
         if self._sync is not None:

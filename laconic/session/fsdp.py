@@ -64,7 +64,6 @@ class ShardedPath(GradientPath):
         self._headers = headers
         self._received: Headers | None = None
         """The headers of the last backward of this step, where means are weighted."""
-        self._codec: Codec | None = None
         self._backward = -1
         """The backward whose gradients are being averaged; -1 if there is none."""
         self._pending: list[_Pending] = []
@@ -91,10 +90,9 @@ class ShardedPath(GradientPath):
             self.detach()
             raise
 
-    def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
+    def begin_step(self, sync: Sync | None) -> None:
         """Prepare for the next step. FSDP itself sends nothing between replicas."""
-        self._averager.begin_step(sync, codec)
-        self._codec = None if codec is None else self._averager.chosen(codec, self._queue)
+        self._sync = sync
         self._kept_local.clear()
 
     def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
@@ -118,7 +116,7 @@ class ShardedPath(GradientPath):
             flat.record_stream(torch.cuda.current_stream(flat.device))
         if unit.missing_factor != 1:
             flat.mul_(unit.missing_factor)
-        if self._codec is None:
+        if self._sync is None:
             return
         params = [p for p in unit.params if p.requires_grad]
         names = [self._live.name_of.get(id(p), "") for p in params]

@@ -47,6 +47,8 @@ class GradientPath:
 
     in_backward = True
     """Whether gradients are averaged inside backward, and so also in a closure of `optimizer.step`."""
+    _sync: Sync | None = None
+    """How gradients are averaged in the next step, if they are."""
 
     def check_plan(self, plan: Plan) -> None:
         """Refuse a plan that this kind of model cannot follow."""
@@ -54,8 +56,9 @@ class GradientPath:
     def install(self) -> None:
         """Install the hooks. Nothing may be refused after it."""
 
-    def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
+    def begin_step(self, sync: Sync | None) -> None:
         """Prepare for the next step, in which gradients are averaged as `sync` says, or not at all for None."""
+        self._sync = sync
 
     def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
         """Average the gradients of these optimizers early, where they are averaged at the optimizer's step."""

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from laconic.checks.headers import Header, Headers
-from laconic.codecs import Codec
 from laconic.exchange import Exchange
 from laconic.packing import in_buckets
 from laconic.plans.schedules import Payload, Sync
@@ -35,13 +34,11 @@ class ModulePath(GradientPath):
         self._averager = averager
         self._headers = headers
         self._scaled = scaled
-        self._sync: Sync | None = None
         self._averaged: list[ScaledSteps] = []
         """Optimizers whose gradients of this step `average_now` has averaged."""
 
-    def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
+    def begin_step(self, sync: Sync | None) -> None:
         """Prepare for the next step."""
-        self._averager.begin_step(sync, codec)
         self._sync, self._averaged = sync, []
 
     def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:

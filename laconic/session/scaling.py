@@ -178,34 +178,30 @@ class Clipping:
         """Scale the gradients of an optimizer down to the norm, without waiting for the device."""
         if self.clip_norm is None:
             return
-        grads = [_dense(p) for p in optimizer.parameters() if p.grad is not None]
+        # 1. the gradients; of a sparse one its numbers, in their own memory
+        grads: list[Tensor] = []
+        for p in optimizer.parameters():
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.coalesce()
+                grads.append(p.grad.values())
+            elif p.grad is not None:
+                grads.append(p.grad)
         if not grads:
             return
-        norm = _whole(torch.nn.utils.get_total_norm(grads))
+        # 2. their norm, over all shards
+        norm = torch.nn.utils.get_total_norm(grads)
+        sharding = sys.modules.get("torch.distributed.tensor")
+        if sharding is not None and isinstance(norm, sharding.DTensor):
+            norm = norm.full_tensor()
         if optimizer.loss_scale is not None:
             norm = norm / optimizer.loss_scale.to(norm.device)
+        # 3. scaled down
         factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         by_device: dict[torch.device, list[Tensor]] = {}
         for g in map(local_of, grads):
             by_device.setdefault(g.device, []).append(g)
         for device, tensors in by_device.items():
             multiply_all(tensors, factor.to(device))
-
-
-def _dense(p: Tensor) -> Tensor:
-    """Return the gradient, or the numbers of a sparse one, in their own memory."""
-    grad = p.grad
-    assert grad is not None
-    if not grad.is_sparse:
-        return grad
-    p.grad = grad.coalesce()
-    return p.grad.values()
-
-
-def _whole(norm: Tensor) -> Tensor:
-    """Return the norm over all shards."""
-    sharding = sys.modules.get("torch.distributed.tensor")
-    return norm.full_tensor() if sharding is not None and isinstance(norm, sharding.DTensor) else norm
 
 
 def run_when_ready(args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[int], None]) -> Arguments | None:

@@ -559,7 +559,8 @@ class Session:
                 break
         gradient = self._gradient
         self._headers.begin_step(self.plan, number, gradient is not None and gradient.level is None)
-        self._path.begin_step(gradient, None if gradient is None else self.plan.codec_of(gradient, number))
+        self._averager.begin_step(gradient, None if gradient is None else self.plan.codec_of(gradient, number))
+        self._path.begin_step(gradient)
 
     def _restart(self) -> None:
         """Prepare the next step after something else than a step: observers learn it first."""
