@@ -102,20 +102,17 @@ class ErrorFeedback:
     ) -> Exchange[Averaged] | None:
         """Return an exchange that averages in the memory of the tensors, if there is one for this codec and device."""
         codec, some = self.codec, next(iter(tensors.values()))
+        is_wide = some.dtype in (torch.float32, torch.float64)
         if isinstance(codec, LowRank) and codec.may_fuse(tensors, Factors(inner)):
             if some.is_cuda and has_matrix_kernels(tensors, codec.rank):
                 from laconic.kernels.cuda.fused import fused_feedback  # needs Triton
 
                 return fused_feedback(codec, tensors, residual, Factors(inner), peers)
-            if some.dtype in (torch.float32, torch.float64) and some.device.type != "meta":
+            if is_wide and some.device.type != "meta":
                 return dense_feedback(codec, tensors, residual, Factors(inner), peers)
         if not isinstance(codec, Quantized) or codec.rounding != "nearest" or peers.size == 1:
             return None
-        if (
-            some.device.type == "cpu"
-            and some.dtype == wide_dtype(some.dtype)
-            and all(map(Tensor.numel, tensors.values()))
-        ):
+        if some.device.type == "cpu" and is_wide and all(map(Tensor.numel, tensors.values())):
             return rows_feedback(codec, tensors, residual, inner, peers)
         if not some.is_cuda or not has_feedback_kernels(tensors, residual, codec.block):
             return None

@@ -196,7 +196,11 @@ def average_parts(
             answers, held = dict.fromkeys(held, ok), {}
         for requests in joined.values():
             together = list(requests.values())
-            received = [(yield together[0])] if len(together) == 1 else (yield from _joined(together, peers))
+            rows = [request for request in together if isinstance(request, AllToAll)]
+            if len(together) == 1:
+                received = [(yield together[0])]
+            else:
+                received = yield from (_joined_rows(rows, peers) if rows else _joined(together))
             answers.update(zip(requests, received, strict=True))
     ends = [found[index] for index in range(len(exchanges))]
 
@@ -211,10 +215,8 @@ def average_parts(
     return Averaged({name: mean[name] for name in tensors}, own, finite, any(end.decided for end in ends))
 
 
-def _joined(requests: Sequence[Request], peers: Peers) -> Exchange[list[Tensor]]:
-    """Send requests of one kind, dtype and device as one, and split its result."""
-    if isinstance(requests[0], AllToAll):
-        return (yield from _joined_rows([request for request in requests if isinstance(request, AllToAll)], peers))
+def _joined(requests: Sequence[Request]) -> Exchange[list[Tensor]]:
+    """Send means, or gathers, of one dtype and device as one, and split its result."""
     sizes = [request.x.numel() for request in requests]
     flat = torch.cat([request.x.reshape(-1) for request in requests])
     shapes = [request.x.shape for request in requests]

@@ -26,7 +26,7 @@ from laconic.exchange import Averaged, Exchange, Level, all_finite
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
 from laconic.session.gradients import MANUAL, GradientAverager, GradientPath, sparse_tables
-from laconic.session.live_model import LiveModel, local_of
+from laconic.session.live_model import local_of
 from laconic.session.scaling import ScaledSteps
 from laconic.session.step_headers import StepHeaders
 from laconic.torch_private.autograd import at_end_of_backward
@@ -119,7 +119,10 @@ class DDPPath(GradientPath):
         self._hook: _Hook | None = None
         self._keeps_views = not getattr(ddp, "lazy_bucket_allocation", False)
         """Whether DDP keeps its buckets after a backward: not if it frees them, which is new in torch 2.15."""
-        self._views = BucketViews(averager.live, keeps=self._keeps_views)
+        self._views: dict[int, tuple[int, Sequence[Tensor], dict[str, Tensor]]] = {}
+        """Of each bucket of the last backward: the address of its memory, its parameters, and its gradients by name."""
+        self._averaged: set[str] = set()
+        """The names of all gradients in the buckets so far."""
         self._queues: dict[Level, BucketQueue] = {}
         self._headers: Headers | Callable[[], Headers] | None = None
         """The headers of this backward, or what waits for them."""
@@ -166,7 +169,7 @@ class DDPPath(GradientPath):
         elif self._headers is None and self._step_headers.stop_due:
             self._headers = start_headers(self._averager.levels.world, self._step_headers.stop_header())
         queue = self._queues.get(self._sync.level) or self._queue(self._sync.level)
-        tensors = self._views.tensors(bucket)
+        tensors = self._gradients(bucket)
         if self._finds_unused:
             # DDP drops means of parameters that no worker used: they go back to the residuals. It sends a bitmap itself
             # in such a backward: for each parameter, whether it was used, as an int32.
@@ -177,6 +180,25 @@ class DDPPath(GradientPath):
                 # Twice, to come after DDP's own callback, which is queued after this bucket.
                 at_end_of_backward(lambda: at_end_of_backward(self._return_dropped))
         return queue.take(tensors, bucket.buffer(), bucket.is_last(), self._averager.average)
+
+    def _gradients(self, bucket: GradBucket) -> dict[str, Tensor]:
+        """Return a bucket's gradients by name: the same dict in every backward, as long as DDP keeps its memory.
+
+        Making hundreds of views costs more time than averaging them. A view keeps its memory alive, so a known address
+        means known memory; where DDP frees its buckets after backward, views are made each time.
+        """
+        params, address = bucket.parameters(), bucket.buffer().data_ptr()
+        known = self._views.get(bucket.index())
+        if known is not None:
+            if known[0] == address and len(known[1]) == len(params) and all(map(is_, known[1], params)):
+                return known[2]
+            self._views.clear()  # DDP has rebuilt its buckets: release the old memory
+        names = self._averager.live.name_of
+        tensors = {names[id(p)]: g for p, g in zip(params, gradients_of(bucket), strict=True)}
+        self._averaged.update(tensors)
+        if self._keeps_views:
+            self._views[bucket.index()] = (address, params, tensors)
+        return tensors
 
     def _return_dropped(self) -> None:
         """Return means that DDP has dropped, of parameters that no worker used, to where error feedback took them from.
@@ -225,7 +247,7 @@ class DDPPath(GradientPath):
         live.refresh()
         if ddp is None or live.facts is self._checked:
             return
-        self._checked, averaged = live.facts, self._views.names | ddp.parameters_to_ignore
+        self._checked, averaged = live.facts, self._averaged | ddp.parameters_to_ignore
         for name, p in live.originals.items():
             if p.grad is not None and name not in averaged:
                 self._checked = None
@@ -357,36 +379,6 @@ def check_finalization(ddp: DistributedDataParallel) -> None:
     """Refuse a backward that the user ends: new in torch 2.15."""
     if getattr(ddp, "require_manual_backward_finalization", False):
         raise RuntimeError(MANUAL.format("require_manual_backward_finalization is set", "Set it to False."))
-
-
-class BucketViews:
-    """The gradients of DDP's buckets by name: the same dicts in every backward, as long as DDP keeps its memory.
-
-    Making hundreds of views costs more time than averaging them. A view keeps its memory alive, so a known address
-    means known memory; where DDP frees its buckets after backward, views are made each time.
-    """
-
-    def __init__(self, live: LiveModel, keeps: bool = True) -> None:
-        self._live = live
-        self._keeps = keeps
-        self.names: set[str] = set()
-        """The names of all gradients in the buckets so far."""
-        self._known: dict[int, tuple[int, Sequence[Tensor], dict[str, Tensor]]] = {}
-
-    def tensors(self, bucket: GradBucket) -> dict[str, Tensor]:
-        """Return the bucket's gradients, by the name of their parameter."""
-        params, address = bucket.parameters(), bucket.buffer().data_ptr()
-        known = self._known.get(bucket.index())
-        if known is not None:
-            if known[0] == address and len(known[1]) == len(params) and all(map(is_, known[1], params)):
-                return known[2]
-            self._known.clear()  # DDP has rebuilt its buckets: release the old memory
-        names = self._live.name_of
-        tensors = {names[id(p)]: g for p, g in zip(params, gradients_of(bucket), strict=True)}
-        self.names.update(tensors)
-        if self._keeps:
-            self._known[bucket.index()] = (address, params, tensors)
-        return tensors
 
 
 def gradients_of(bucket: GradBucket) -> list[Tensor]:
