@@ -32,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from laconic.checks.digests import digests
-from laconic.checks.finite import is_finite
 from laconic.exchange import all_finite
 from laconic.guard import Signs, largest
 from laconic.tools.lab.tasks import Lab, loss_of, make_task
@@ -138,7 +137,7 @@ def parts() -> None:
 
     print(f"torch {torch.__version__}, one thread, the lab's GPT; milliseconds")
     print(f"a step {lower_quartile_ms(step, 30):.1f}")
-    print(f"finite gradients {lower_quartile_ms(lambda: is_finite(bucket)):.2f} a step")
+    print(f"finite gradients {lower_quartile_ms(lambda: all_finite({'': bucket})):.2f} a step")
     print(f"finite weights {lower_quartile_ms(lambda: all_finite(weights)):.2f} a round of weights")
     print(f"digest of the weights {lower_quartile_ms(lambda: digests(weights)):.2f} a comparison")
     largest_weights = {name: weights[name] for name in largest(weights)}

@@ -201,11 +201,10 @@ def intercept(exchange: Exchange[T], see: Callable[[Request | Decide], Exchange[
 
 def by_itself(exchange: Exchange[Averaged]) -> Exchange[Averaged]:
     """Run an exchange that keeps its state if its own result is finite, and takes no part in what others decide."""
-
-    def see(request: Request | Decide) -> Exchange[Tensor]:
-        return request.ok if isinstance(request, Decide) else (yield request)
-
-    return replace((yield from intercept(exchange, see)), decided=True)
+    asked = advance(exchange, None)
+    while not isinstance(asked, Done):
+        asked = advance(exchange, asked.ok if isinstance(asked, Decide) else (yield asked))
+    return replace(asked.result, decided=True)
 
 
 def gather(x: Tensor) -> Exchange[Tensor]:
@@ -265,7 +264,8 @@ def all_finite(tensors: Mapping[str, Tensor]) -> Tensor:
 
     A sum is non-finite as soon as one of its terms is, and costs a twentieth of `isfinite(x).all()` on a CPU.
     """
-    sums = [total(t) for t in tensors.values()]
+    # In fp32 or wider: half precision would overflow.
+    sums = [t.sum(dtype=torch.float32 if t.element_size() < 4 else None) for t in tensors.values()]
     if not sums:
         return true()
     # On a GPU the number of kernel launches decides the cost.
@@ -273,8 +273,3 @@ def all_finite(tensors: Mapping[str, Tensor]) -> Tensor:
     if ok.device.type == "cpu" and not bool(ok):  # a sum may overflow though all terms are finite
         return torch.stack([t.isfinite().all() for t in tensors.values()]).all()
     return ok
-
-
-def total(x: Tensor) -> Tensor:
-    """Sum `x` in fp32 or wider: half precision would overflow."""
-    return x.sum(dtype=torch.float32 if x.element_size() < 4 else None)

@@ -102,13 +102,6 @@ class Totals:
     wire_bytes: int = 0
     seconds: float = 0.0
 
-    def add(self, entry: Entry) -> None:
-        """Add one entry."""
-        self.collectives += 1
-        self.payload_bytes += entry.payload_bytes
-        self.wire_bytes += entry.wire_bytes
-        self.seconds += entry.seconds
-
 
 Column = Literal["op", "level", "phase"]
 
@@ -160,8 +153,13 @@ class Ledger:
         entry = Entry(step, round_, op, level, phase, payload_bytes, sent, seconds, workers)
         with self._lock:
             self.entries.append(entry)
-            self._totals.setdefault((op, level, phase), Totals()).add(entry)
-            self._write(entry)
+            total = self._totals.setdefault((op, level, phase), Totals())
+            total.collectives += 1
+            total.payload_bytes += payload_bytes
+            total.wire_bytes += sent
+            total.seconds += seconds
+            if self._file is not None:
+                self._file.write(_json(entry) + "\n")
         for callback in self._subscribers:
             callback(entry)
 
@@ -169,7 +167,8 @@ class Ledger:
         """Keep what was measured at a step beside its collectives."""
         with self._lock:
             self.notes.append(Note(step, note, values))
-            self._write(self.notes[-1])
+            if self._file is not None:
+                self._file.write(_json(self.notes[-1]) + "\n")
 
     def add_wait(self, since_s: float) -> None:
         """Count the time since `since_s`, a `time.perf_counter()`, as time for which training stood still."""
@@ -183,22 +182,22 @@ class Ledger:
     @property
     def payload_bytes(self) -> int:
         """Bytes passed to collectives so far."""
-        return sum(total.payload_bytes for total in self._all())
+        return sum(total.payload_bytes for total in self.all_totals().values())
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that this worker sent so far."""
-        return sum(total.wire_bytes for total in self._all())
+        return sum(total.wire_bytes for total in self.all_totals().values())
 
     @property
     def collectives(self) -> int:
         """The number of collectives so far."""
-        return sum(total.collectives for total in self._all())
+        return sum(total.collectives for total in self.all_totals().values())
 
     @property
     def seconds(self) -> float:
         """The sum of all collectives' seconds from launch to completion; concurrent ones count each."""
-        return sum(total.seconds for total in self._all())
+        return sum(total.seconds for total in self.all_totals().values())
 
     def totals(self, by: Column) -> dict[str, Totals]:
         """Return the totals for each operation, level or phase."""
@@ -237,13 +236,6 @@ class Ledger:
             if self._file is not None:
                 self._file.close()
                 self._file = None
-
-    def _write(self, row: Entry | Note) -> None:
-        if self._file is not None:
-            self._file.write(_json(row) + "\n")
-
-    def _all(self) -> list[Totals]:
-        return list(self.all_totals().values())
 
 
 def _json(row: Entry | Note) -> str:

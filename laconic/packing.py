@@ -101,21 +101,19 @@ def overlapping(tensors: Mapping[str, Tensor]) -> set[str]:
     >>> sorted(overlapping({"a": x[:2], "b": x[2:], "c": x[1:3].view(2, 1), "d": torch.ones(4)}))
     ['a', 'b', 'c']
     """
-    spans = sorted((*_span(t), name) for name, t in tensors.items() if t.numel())
+    spans: list[tuple[int, int, str]] = []
+    for name, t in tensors.items():
+        if t.numel():  # the addresses of its first byte and of the end of its last element
+            last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+            spans.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size(), name))
     found: set[str] = set()
     furthest, owner = -1, ""
-    for start, end, name in spans:
+    for start, end, name in sorted(spans):
         if start < furthest:
             found |= {owner, name}
         if end > furthest:
             furthest, owner = end, name
     return found
-
-
-def _span(t: Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and of the end of its last element."""
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 def in_buckets(tensors: Mapping[str, Tensor], cap_bytes: int = 25 << 20) -> list[list[str]]:

@@ -5,13 +5,15 @@ distributed checkpoints. A worker whose step a GradScaler skips still takes part
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
 
 from laconic.algorithms.model_averaging.averagers import ModelAverager
 from laconic.session.scaling import ScaledSteps
+from laconic.torch_private.steps import forget_scaling, is_nested_step
 
 __all__ = ["PostLocalSGDOptimizer"]
 
@@ -80,7 +82,7 @@ class PostLocalSGDOptimizer(Optimizer):
         if getattr(self, "found_inf", None) is None:
             loss: float | None = self.optim.step(*arguments)
         else:
-            with ScaledSteps(self.optim):
+            with _scaled_steps(self.optim):
                 self.optim.found_inf, self.optim.grad_scale = self.found_inf, self.grad_scale  # type: ignore[attr-defined]
                 loss = self.optim.step(*arguments)
         self.averager.average_parameters(params=self.param_groups)
@@ -100,3 +102,25 @@ class PostLocalSGDOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["optim"], state["averager"])  # type: ignore[misc]
+
+
+@contextmanager
+def _scaled_steps(optimizer: Optimizer) -> Iterator[None]:
+    """Let steps of an optimizer change nothing where a GradScaler has found an overflow."""
+    scaled = ScaledSteps(optimizer)
+
+    def before(*_: object) -> None:
+        if not is_nested_step(optimizer):
+            scaled.begin_step()
+
+    def after(*_: object) -> None:
+        if not is_nested_step(optimizer):
+            scaled.end_step()
+
+    hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        forget_scaling(optimizer)

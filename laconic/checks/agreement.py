@@ -59,29 +59,26 @@ def difference(queue: CollectiveQueue, facts: Mapping[str, object]) -> str | Non
     if queue.workers == 1:
         return None
     mine = Facts(facts)
-    if all_same(queue, torch.tensor(mine.digest)):
+    if all_same(queue, mine.digest):
         return None
-    texts = _gather_texts(queue, mine.text, queue.gather(torch.tensor([len(mine.text.encode())])).flatten().tolist())
-    return _first_difference([json.loads(each) for each in texts])
+    # Texts as bytes, padded to the longest.
+    own = torch.frombuffer(bytearray(mine.text.encode()), dtype=torch.uint8)
+    lengths: list[int] = queue.gather(torch.tensor([len(own)])).flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(own)] = own
+    rows = zip(queue.gather(padded), lengths, strict=True)
+    return _first_difference([json.loads(bytes(row[:length].tolist()).decode()) for row, length in rows])
 
 
-def all_same(queue: CollectiveQueue, digest: Tensor) -> bool:
-    """Return, on all workers alike, whether all have the same number, a 0-d int64 tensor."""
-    return are_same(queue.largest(both_ends(digest)))
+DIGEST_BYTES = 16
+"""What workers exchange to compare a number of 64 bits."""
 
 
-def both_ends(digest: Tensor) -> Tensor:
-    """Return a number and its complement: the largest of both, over all workers, are the ends of the numbers."""
-    return torch.stack([digest, ~digest])
-
-
-DIGEST_BYTES = both_ends(torch.zeros((), dtype=torch.int64)).nbytes
-"""What workers exchange to compare a number: both its ends."""
-
-
-def are_same(ends: Tensor) -> bool:
-    """Return whether the ends of all workers' numbers are the same."""
-    return bool(ends[0] == ~ends[1])
+def all_same(queue: CollectiveQueue, digest: int | Tensor) -> bool:
+    """Return, on all workers alike, whether all have the same number of 64 bits."""
+    digest = torch.as_tensor(digest)
+    largest, of_complement = queue.largest(torch.stack([digest, ~digest])).tolist()
+    return bool(largest == ~of_complement)  # the largest and the smallest of all workers' numbers
 
 
 def of_all_shards(
@@ -102,14 +99,6 @@ def _fact(name: str, p: Tensor) -> str:
     layout = "" if p.is_contiguous() else f" strides {p.stride()}"
     frozen = " frozen" if isinstance(p, nn.Parameter) and not p.requires_grad else ""
     return f"{name} {list(p.shape)} {str(p.dtype).removeprefix('torch.')}{layout}{frozen}"
-
-
-def _gather_texts(queue: CollectiveQueue, text: str, lengths: Sequence[int]) -> list[str]:
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    padded[: len(mine)] = mine
-    rows = queue.gather(padded)
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
 
 
 def _first_difference(stated: list[list[list[str]]]) -> str:

@@ -56,31 +56,20 @@ class DivergenceCheck:
             return
         self._count += 1
         every = self.every if self.every is not None else (EVERY_GRADIENT_STEPS if every_step else 1)
-        if every and queue.workers > 1 and self._count % every == 0:
-            compare_weights(queue, shared, f"after step {step}", shards)
-
-
-def compare_weights(
-    queue: CollectiveQueue, weights: Mapping[str, Tensor], when: str, shards: CollectiveQueue | None = None
-) -> None:
-    """Raise `DivergedError` on all workers unless all hold the same weights, bit for bit."""
-    odd, name = first_difference(queue, weights) or ([], "")
-    each = "worker" if shards is None else "replica"
-    if shards is not None:
-        odd, name = of_all_shards(shards, odd, name, list(weights), queue.workers)
-    if odd:
-        raise DivergedError(
-            f"{when}, {names(odd, each)} holds other weights than the rest, first in {name}, where all must be equal.\n"
-            "  A bit may have flipped in memory, the hardware may differ between workers (then attach with "
-            "verify_every=0), or other code writes to the weights. Go back to a checkpoint, or average them.",
-            odd,
-        )
-
-
-def first_difference(queue: CollectiveQueue, weights: Mapping[str, Tensor]) -> tuple[list[int], str] | None:
-    """Find the first tensor that is not the same on all workers, and the workers that differ from the majority."""
-    found = differences(queue, weights)
-    return None if not found else (next(iter(found.values())), next(iter(found)))
+        if not every or queue.workers == 1 or self._count % every:
+            return
+        name, odd = next(iter(differences(queue, shared).items()), ("", []))
+        each = "worker" if shards is None else "replica"
+        if shards is not None:
+            odd, name = of_all_shards(shards, odd, name, list(shared), queue.workers)
+        if odd:
+            raise DivergedError(
+                f"after step {step}, {names(odd, each)} holds other weights than the rest, first in {name}, where all "
+                "must be equal.\n  A bit may have flipped in memory, the hardware may differ between workers (then "
+                "attach with verify_every=0), or other code writes to the weights. Go back to a checkpoint, or average "
+                "them.",
+                odd,
+            )
 
 
 def differences(queue: CollectiveQueue, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from laconic.checks.agreement import of_all_shards
 from laconic.comm.queue import Agree, CollectiveQueue
 from laconic.errors import NonFiniteError, names
-from laconic.exchange import Averaged, Decide, Exchange, Mean, Request, all_finite, intercept, total
+from laconic.exchange import Averaged, Decide, Exchange, Mean, Request, all_finite, intercept
 from laconic.packing import side_by_side
 from laconic.torch_private.foreach import norms
 
@@ -72,7 +72,7 @@ class _Observed:
 class _Late:
     """What is reported of a step once the device has computed it."""
 
-    queue: CollectiveQueue | None
+    queue: CollectiveQueue
     step: int
     seen: list[_Observed]
     parameters: list[str]
@@ -88,7 +88,6 @@ class NonFiniteCheck:
     """
 
     def __init__(self, policy: NonFinite, late: bool = False, shards: CollectiveQueue | None = None) -> None:
-        check_policy(policy)
         self.policy: NonFinite = policy
         self._shards = shards
         self._each = "worker" if shards is None else "replica"
@@ -100,17 +99,14 @@ class NonFiniteCheck:
         """Whether a late check looks at each parameter, as it does after a first non-finite step: it takes longer."""
 
     def watch(
-        self,
-        tensors: Mapping[str, Tensor],
-        average: Callable[[], Exchange[Averaged]],
-        weight: float | None = None,
+        self, tensors: Mapping[str, Tensor], exchange: Exchange[Averaged], weight: float | None = None
     ) -> Exchange[Averaged]:
-        """Run the exchange that `average` makes of `tensors`, and note which messages and means are finite.
+        """Run an exchange that averages `tensors`, and note which messages and means are finite.
 
-        Where means are weighted, `weight` is this worker's, and `average` multiplies the tensors by it.
+        Where means are weighted, `weight` is this worker's, and the exchange multiplies the tensors by it.
         """
         if self.policy == "ignore":
-            unseen = yield from average()
+            unseen = yield from exchange
             return unseen if unseen.decided else replace(unseen, finite=lambda: _finite(tensors))
         fraction = 1.0
         if self.policy == "exclude":
@@ -125,19 +121,23 @@ class NonFiniteCheck:
                 ok = request.ok.bool()
                 return (yield request)
             x = request.x
-            on_cpu = isinstance(request, Mean) and x.device.type == "cpu"
-            if not (on_cpu and x.dtype in (torch.float32, torch.float64) and x.numel()):
-                own.append(_finding(x, tensors, first=not own))
+            looked = {"": x}
+            if not x.is_floating_point():  # codes tell nothing: look at the gradients themselves, once
+                looked = {} if own else dict(tensors)
+            fine = _finite(looked)
+            if x.device.type != "cpu":
+                own.append(fine)
                 return (yield request)
-            fine = is_finite(x)
-            own.append(None if fine else _first_nonfinite(tensors))
-            if not fine:
+            own.append(None if bool(fine) else _first_nonfinite(tensors))
+            if not (isinstance(request, Mean) and x.dtype in (torch.float32, torch.float64) and x.numel()):
+                return (yield request)
+            if not bool(fine):
                 x[(0,) * x.dim()] = torch.nan
             answer = yield request
             means.append(math.isfinite(answer[(0,) * answer.dim()].item()))
             return answer
 
-        end = yield from intercept(average(), see)
+        end = yield from intercept(exchange, see)
         if 0 < fraction < 1:
             percent = 100 * (1 - fraction)
             logger.warning("gradients: %.0f%% of the %ss had NaN or Inf, and were left out.", percent, self._each)
@@ -149,12 +149,10 @@ class NonFiniteCheck:
     @property
     def agree(self) -> Agree | None:
         """What says whether a batch is finite in all shards of this replica; None if nobody else must be asked."""
-        return None if self._shards is None or self.policy == "ignore" else self._agree
-
-    def _agree(self, ok: Tensor) -> Tensor:
-        assert self._shards is not None
-        bad = self._shards.largest(torch.tensor(int(not bool(ok))))
-        return (bad == 0).to(ok.device)
+        shards = self._shards
+        if shards is None or self.policy == "ignore":
+            return None
+        return lambda ok: (shards.largest(torch.tensor(int(not bool(ok)))) == 0).to(ok.device)
 
     def conclude(self) -> Exchange[bool]:
         """Note and return whether all that was averaged since the last optimizer's step is finite.
@@ -236,71 +234,41 @@ class NonFiniteCheck:
         """
         pending, self._pending = self._pending, []
         for late in pending:
-            self._report(late, parameters)
-
-    def _report(self, late: _Late, parameters: Iterable[str]) -> None:
-        if late.ready is not None:
-            late.ready.synchronize()
-        if bool(late.finite.all()):
-            return
-        self._each_parameter = True
-        bad, where = _who_and_where(late.queue, late.seen, parameters)
-        where = where or late.parameters[late.finite.tolist().index(False)]
-        logger.warning(
-            "step %d: %s had NaN or Inf, in %s. No worker has stepped, and no codec keeps anything of it.",
-            late.step,
-            names(bad) if bad else "some worker",
-            where,
-        )
-
-
-def is_finite(x: Tensor) -> bool:
-    """Return whether a tensor holds neither NaN nor Inf, in one pass, and wait for it.
-
-    >>> is_finite(torch.full((2,), 3e38)), is_finite(torch.tensor([1.0, torch.nan]))
-    (True, False)
-    """
-    return math.isfinite(total(x).item()) or bool(x.isfinite().all())  # a sum may overflow though all terms are finite
-
-
-def _finding(x: Tensor, tensors: Mapping[str, Tensor], first: bool) -> Finding:
-    """Look at a message. Codes tell nothing: there, look at the gradients themselves, once."""
-    if x.device.type != "cpu":
-        if x.is_floating_point():
-            return all_finite({"": x})
-        return _finite(tensors) if first else torch.tensor(True, device=x.device)
-    if not x.is_floating_point() and not first:
-        return None
-    fine = is_finite(x) if x.is_floating_point() else bool(_finite(tensors))
-    return None if fine else _first_nonfinite(tensors)
+            if late.ready is not None:
+                late.ready.synchronize()
+            if bool(late.finite.all()):
+                continue
+            self._each_parameter = True
+            bad, where = _who_and_where(late.queue, late.seen, parameters)
+            logger.warning(
+                "step %d: %s had NaN or Inf, in %s. No worker has stepped, and no codec keeps anything of it.",
+                late.step,
+                names(bad) if bad else "some worker",
+                where or late.parameters[late.finite.tolist().index(False)],
+            )
 
 
 def _who_and_where(
-    queue: CollectiveQueue | None, seen: Sequence[_Observed], parameters: Iterable[str]
+    queue: CollectiveQueue, seen: Sequence[_Observed], parameters: Iterable[str]
 ) -> tuple[list[int], str]:
     """Find the workers whose messages were the first that were not finite, and the first parameter that they name."""
-    if queue is None:
-        return [], ""
-    order = {name: index for index, name in enumerate(parameters, start=2)}
-    own = [_code(finding, order) for each in seen for finding in each.own]
-    rows = queue.gather(torch.tensor(own)).split([len(each.own) for each in seen], dim=1)
-    found = [pair for row in rows for pair in _first_sources(row)]
-    codes = {code for _, code in found}
-    where = next((name for name, code in order.items() if code in codes), "")
-    return sorted({worker for worker, _ in found}), where
-
-
-def _code(finding: Finding, order: Mapping[str, int]) -> int:
-    """Encode a finding: 0 if the message was finite, 1 if not, or the index of the parameter."""
-    if isinstance(finding, Tensor):
-        return int(not bool(finding))
-    return 0 if finding is None else order.get(finding, 1)
-
-
-def _first_sources(codes: Tensor) -> list[tuple[int, int]]:
-    """Find who sent the first message that was not finite, [workers, messages]: later ones contain its mean."""
-    first = next((column for column in codes.unbind(1) if bool(column.any())), None)
-    return [] if first is None else [(worker, code) for worker, code in enumerate(first.tolist()) if code]
+    # 1. this worker's findings as numbers: 0 for a finite message, 1 for another, or the index of the parameter
+    index_of = {name: index for index, name in enumerate(parameters, start=2)}
+    codes: list[int] = []
+    for finding in (finding for each in seen for finding in each.own):
+        if isinstance(finding, Tensor):
+            codes.append(int(not bool(finding)))
+        else:
+            codes.append(0 if finding is None else index_of.get(finding, 1))
+    # 2. those of all; in each exchange, who sent the first message that was not finite: later ones contain its mean
+    found: dict[int, set[int]] = {}
+    for messages in queue.gather(torch.tensor(codes)).split([len(each.own) for each in seen], dim=1):
+        first = next((column for column in messages.unbind(1) if bool(column.any())), torch.zeros(0))
+        for worker, code in enumerate(first.tolist()):
+            if code:
+                found.setdefault(worker, set()).add(code)
+    where = next((name for name, index in index_of.items() if any(index in some for some in found.values())), "")
+    return sorted(found), where
 
 
 def _all_true(flags: Sequence[Tensor | bool]) -> bool:
@@ -313,8 +281,8 @@ def _finite(tensors: Mapping[str, Tensor]) -> Tensor:
     return all_finite(tensors if flat is None else {"": flat})
 
 
-def _first_and_last(parameters: Iterable[str]) -> str:
-    first, *rest = [*parameters] or [""]
+def _first_and_last(parameters: Sequence[str]) -> str:
+    first, *rest = parameters or ("",)
     return f"one of those from {first} to {rest[-1]}" if rest else first
 
 

@@ -8,7 +8,7 @@ weighted, it always is: it tells how many samples each worker has counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
@@ -16,8 +16,7 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from laconic.checks.agreement import Facts, agree, are_same, both_ends, digest_of
-from laconic.checks.digests import combined
+from laconic.checks.agreement import Facts, agree, digest_of
 from laconic.comm.queue import CollectiveQueue
 from laconic.errors import DesyncError, names, outliers
 from laconic.exchange import Exchange, Gather, Max
@@ -61,16 +60,13 @@ class Header:
         return torch.tensor([*same, *own, *told], dtype=torch.int64)
 
     def summary(self) -> Tensor:
-        """Return five int64 numbers. Their largest over all workers show whether all state the same and are finite."""
-        row = self.row()
-        return torch.cat([both_ends(combined(row[:4])), torch.stack([1 - row[4], row[5], row[6]])])
+        """Return five int64 numbers, of which workers compare the largest.
 
-    def of_all(self, summary: Tensor, workers: int) -> Headers | None:
-        """Read the largest summary: the headers of all workers, if all state the same and are finite."""
-        nonfinite, stop, slowest_ms = summary[2:].tolist()
-        if nonfinite or not are_same(summary[:2]):
-            return None
-        return Headers((replace(self, stop=bool(stop), step_ms=slowest_ms),) * workers)
+        The largest of a digest and of its complement are the ends of all workers' digests: the same if all state the
+        same. The others say whether some worker is not finite, was asked to stop, and how long the slowest step takes.
+        """
+        same = digest_of(f"{self.step} {self.plan} {self.model.digest} {self.with_gradient}")
+        return torch.tensor([same, ~same, not self.finite, self.stop, self.step_ms], dtype=torch.int64)
 
     @staticmethod
     def from_row(row: Sequence[int], like: Header) -> Header:
@@ -84,11 +80,6 @@ class Header:
     def when(self) -> str:
         """The step, or the round."""
         return f"{'step' if self.taken is None else 'round'} {self.step}"
-
-    def words(self) -> Tensor:
-        """Return `with_gradient` as int64 numbers, as many as the facts about the model need."""
-        count = -(-len(self.model.stated) // _BITS)
-        return torch.tensor([self.with_gradient >> (_BITS * i) & _MASK for i in range(count)], dtype=torch.int64)
 
 
 HEADER_BYTES = Header(step=0, plan="").summary().nbytes
@@ -153,7 +144,7 @@ def exchange_headers(queue: CollectiveQueue, header: Header, shards: CollectiveQ
             counts = shards.gather(torch.tensor(header.count))
             header = replace(header, count=NOT_COUNTED if NOT_COUNTED in counts else int(counts.sum()))
     alone = queue.workers == 1
-    headers = Headers((header,)) if alone else _read(queue, header, queue.run(_gathered(queue, header), "control"))
+    headers = Headers((header,)) if alone else _read(queue, header, queue.run(_exchange(queue, header), "control"))
     missing = [worker for worker, each in enumerate(headers.all) if each.count == NOT_COUNTED]
     if missing:
         raise RuntimeError(
@@ -165,61 +156,48 @@ def exchange_headers(queue: CollectiveQueue, header: Header, shards: CollectiveQ
     return headers
 
 
-class PendingHeaders:
-    """Headers that are gathered while gradients are averaged. The queue must be flushed before `wait`."""
-
-    def __init__(self, queue: CollectiveQueue, header: Header) -> None:
-        self._queue, self._header = queue, header
-        self._pending = queue.start(_gathered(queue, header), "control")
-
-    def wait(self) -> Headers:
-        """Wait for the headers of all workers, and check them."""
-        return _read(self._queue, self._header, self._pending.wait())
+def start_headers(queue: CollectiveQueue, header: Header) -> Callable[[], Headers]:
+    """Exchange headers while gradients are averaged; what is returned waits for them, after a flush of the queue."""
+    started = queue.start(_exchange(queue, header), "control")
+    return lambda: _read(queue, header, started.wait())
 
 
-def _gathered(queue: CollectiveQueue, header: Header) -> Exchange[Headers | Tensor]:
+def _exchange(queue: CollectiveQueue, header: Header) -> Exchange[Headers | Tensor]:
     """Return the headers of all workers, if all state the same and are finite; else their rows, [workers, 7 to 9]."""
-    if header.count is not None:
-        return (yield Gather(header.row().to(queue.device))).cpu()
-    largest = yield Max(header.summary().to(queue.device))
-    same = header.of_all(largest.cpu(), queue.workers)
-    return same if same is not None else (yield Gather(header.row().to(queue.device))).cpu()
+    if header.count is None:
+        largest = (yield Max(header.summary().to(queue.device))).tolist()
+        if largest[0] == ~largest[1] and not largest[2]:
+            return Headers((replace(header, stop=bool(largest[3]), step_ms=largest[4]),) * queue.workers)
+    return (yield Gather(header.row().to(queue.device))).cpu()
 
 
 def _read(queue: CollectiveQueue, header: Header, found: Headers | Tensor) -> Headers:
-    """Check what was gathered; where workers have gradients of different parameters, exchange which, too."""
+    """Check the rows of all workers, if they were gathered."""
     if isinstance(found, Headers):
         return found
-    rows = found
-    if bool((rows[:, :2] == rows[0, :2]).all()) and not bool((rows[:, 2] == rows[0, 2]).all()):
+    rows: list[list[int]] = found.tolist()
+    steps, plans, models, gradients = zip(*(row[:4] for row in rows), strict=True)
+    # 1. all at the same step, under the same plan, with the same model
+    shown, unit = "", header.when.split()[0]
+    if len(set(steps)) > 1:
+        usual, odd = outliers(steps)
+        shown = f"{names(odd)} at {unit} {', '.join(str(steps[w]) for w in odd)} and the others at {unit} {usual}"
+    elif len(set(plans)) > 1:
+        shown = f"{names(outliers(plans)[1])} under another plan than the others; this one has {header.plan}"
+    if shown:
+        raise DesyncError(
+            f"the workers are out of step ({queue.level}, {header.when} here): {shown}. Nothing was averaged.\n"
+            "  All workers must load the same checkpoint, count the same steps (session.skip() for a step that a "
+            "worker leaves out) and change plans together."
+        )
+    if len(set(models)) > 1:
         agree(queue, "what they train", header.model.stated)  # raises, and names the first difference
-    headers = _checked(rows, header, queue.level)
-    if bool((rows[:, 3] == rows[0, 3]).all()):
-        return headers
-    sets = [sum(word << (_BITS * i) for i, word in enumerate(words)) for words in queue.gather(header.words()).tolist()]
-    return Headers(tuple(replace(each, with_gradient=bits) for each, bits in zip(headers.all, sets, strict=True)))
-
-
-def _checked(rows: Tensor, mine: Header, level: str) -> Headers:
-    table: list[list[int]] = rows.tolist()
-    for column, what in ((0, "step"), (1, "plan"), (2, "model")):
-        values = [row[column] for row in table]
-        if len(set(values)) > 1:
-            raise DesyncError(_out_of_step(values, what, mine, level))
-    return Headers(tuple(Header.from_row(row, mine) for row in table))
-
-
-def _out_of_step(values: list[int], what: str, mine: Header, level: str) -> str:
-    usual, odd = outliers(values)
-    if what == "step":
-        unit = mine.when.split()[0]
-        shown = f"{names(odd)} at {unit} {', '.join(str(values[w]) for w in odd)} and the others at {unit} {usual}"
-    elif what == "plan":
-        shown = f"{names(odd)} under another plan than the others; this one has {mine.plan}"
-    else:
-        shown = f"{names(odd)} with other parameters than the others"
-    return (
-        f"the workers are out of step ({level}, {mine.when} here): {shown}. Nothing was averaged.\n"
-        "  All workers must load the same checkpoint, count the same steps (session.skip() for a step that a worker "
-        "leaves out) and change plans together."
-    )
+    # 2. what each states by itself; of which parameters it has gradients, where these are not the same on all
+    headers = [Header.from_row(row, header) for row in rows]
+    if len(set(gradients)) > 1:
+        shifts = range(0, len(header.model.stated), _BITS)  # the bits of all parameters, as int64 words
+        words = torch.tensor([header.with_gradient >> shift & _MASK for shift in shifts], dtype=torch.int64)
+        all_words = queue.gather(words).tolist()
+        bits = [sum(word << shift for word, shift in zip(each, shifts, strict=True)) for each in all_words]
+        headers = [replace(each, with_gradient=some) for each, some in zip(headers, bits, strict=True)]
+    return Headers(tuple(headers))

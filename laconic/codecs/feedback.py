@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from typing import Literal, TypeVar
 
 import torch
@@ -63,14 +64,15 @@ class ErrorFeedback:
         """Accept what the codec inside accepts."""
         return self.codec.accepts(shape)
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether it follows the paper's rule, which the fused paths compute."""
         return self.subtract == "own" and self.decay == 1
 
     def average(self, tensors: Tensors, state: State, peers: Peers, *, reuse: bool = False) -> Exchange[Averaged]:
         """Average `tensors` plus their residuals, and keep the new residuals."""
-        residual, inner = feedback_state(state)
+        residual: dict[str, Tensor] = state.setdefault("residual", {})
+        inner: State = state.setdefault("inner", {})
         fused = self._fused(tensors, residual, inner, peers) if reuse and tensors and self.is_plain else None
         if fused is not None:
             return (yield from fused)
@@ -100,20 +102,17 @@ class ErrorFeedback:
     ) -> Exchange[Averaged] | None:
         """Return an exchange that averages in the memory of the tensors, if there is one for this codec and device."""
         codec, some = self.codec, next(iter(tensors.values()))
+        is_wide = some.dtype in (torch.float32, torch.float64)
         if isinstance(codec, LowRank) and codec.may_fuse(tensors, Factors(inner)):
             if some.is_cuda and has_matrix_kernels(tensors, codec.rank):
                 from laconic.kernels.cuda.fused import fused_feedback  # needs Triton
 
                 return fused_feedback(codec, tensors, residual, Factors(inner), peers)
-            if some.dtype in (torch.float32, torch.float64) and some.device.type != "meta":
+            if is_wide and some.device.type != "meta":
                 return dense_feedback(codec, tensors, residual, Factors(inner), peers)
         if not isinstance(codec, Quantized) or codec.rounding != "nearest" or peers.size == 1:
             return None
-        if (
-            some.device.type == "cpu"
-            and some.dtype == wide_dtype(some.dtype)
-            and all(map(Tensor.numel, tensors.values()))
-        ):
+        if some.device.type == "cpu" and is_wide and all(map(Tensor.numel, tensors.values())):
             return rows_feedback(codec, tensors, residual, inner, peers)
         if not some.is_cuda or not has_feedback_kernels(tensors, residual, codec.block):
             return None
@@ -149,11 +148,6 @@ def rows_feedback(
     if sums is not values:
         copy_all(values, sums)
     return Averaged(dict(tensors), lambda: dict(tensors), lambda: ok, decided=True)
-
-
-def feedback_state(state: State) -> tuple[dict[str, Tensor], State]:
-    """Return the parts of the state of `ErrorFeedback`: the residuals by name, and the state of the codec inside."""
-    return state.setdefault("residual", {}), state.setdefault("inner", {})
 
 
 def return_to_residual(state: State, delivered: Mapping[str, Tensor], ok: Tensor | None = None) -> bool:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import groupby
 from typing import TypeAlias
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from laconic.codecs.contract import Codec, accept_every_shape, check_codec, check_rest
 from laconic.codecs.exact import Exact
-from laconic.codecs.feedback import ErrorFeedback, feedback_state
+from laconic.codecs.feedback import ErrorFeedback
 from laconic.codecs.low_rank import Factors, LowRank
 from laconic.exchange import (
     AllToAll,
@@ -74,8 +75,8 @@ class ByShape:
         codec = feedback.codec
         if not isinstance(codec, LowRank) or codec.bits or any(t.dtype != torch.float32 for t in tensors.values()):
             return None
-        residual, inner = feedback_state(state.setdefault("codec", {}))
-        factors = Factors(inner)
+        kept: State = state.setdefault("codec", {})
+        residual, factors = kept.setdefault("residual", {}), Factors(kept.setdefault("inner", {}))
         bound_before = factors.cache("bound")
         known = bound_before.get(id(tensors))
         if known is not None and known.is_current(codec, tensors):
@@ -98,15 +99,19 @@ class ByShape:
         return bound.exchange(peers)
 
     def parts(self, tensors: Tensors) -> list[Part]:
-        """Return the tensors that the first codec accepts, and the others; each shape is tested once."""
-        accepted: dict[torch.Size, bool] = {}
+        """Return the tensors that the first codec accepts, and the others."""
         chosen: dict[str, Tensor] = {}
         others: dict[str, Tensor] = {}
         for name, t in tensors.items():
-            if t.shape not in accepted:
-                accepted[t.shape] = self.codec.accepts(t.shape)
-            (chosen if accepted[t.shape] else others)[name] = t
+            if t.shape not in self._accepted:
+                self._accepted[t.shape] = self.codec.accepts(t.shape)
+            (chosen if self._accepted[t.shape] else others)[name] = t
         return [("codec", self.codec, chosen), ("rest", self.rest, others)]
+
+    @cached_property
+    def _accepted(self) -> dict[torch.Size, bool]:
+        """Whether the first codec accepts a shape: each is asked about once."""
+        return {}
 
 
 @dataclass(frozen=True, repr=False)
@@ -160,11 +165,44 @@ def routed(codec: Codec) -> Codec:
 def average_parts(
     tensors: Tensors, parts: Sequence[Part], state: State, peers: Peers, *, reuse: bool
 ) -> Exchange[Averaged]:
-    """Average parts of `tensors`, each through a codec of its own, whose state has the key that is given with it."""
-    ends = yield from _in_shared_rounds(
-        [codec.average(some, state.setdefault(key, {}), peers, reuse=reuse) for key, codec, some in parts if some],
-        peers,
-    )
+    """Average parts of `tensors`, each through a codec of its own, whose state has the key that is given with it.
+
+    All advance together, and in each round, what can be joined is sent as one message. Those that ask `Decide` wait for
+    the others, and ask it as one.
+    """
+    exchanges = [
+        codec.average(some, state.setdefault(key, {}), peers, reuse=reuse) for key, codec, some in parts if some
+    ]
+    found: dict[int, Averaged] = {}
+    held: dict[int, Tensor] = {}
+    answers: dict[int, Tensor | None] = dict.fromkeys(range(len(exchanges)))
+    while answers:
+        # 1. advance each to its next request; requests of one kind, dtype and device can be joined
+        joined: dict[object, dict[int, Request]] = {}
+        for index, answer in answers.items():
+            asked = advance(exchanges[index], answer)
+            if isinstance(asked, Done):
+                found[index] = asked.result
+            elif isinstance(asked, Decide):
+                held[index] = asked.ok
+            else:
+                joins = isinstance(asked, AllToAll | Gather) or (isinstance(asked, Mean) and not asked.wide)
+                key = (type(asked), asked.x.dtype, asked.x.device) if joins else index
+                joined.setdefault(key, {})[index] = asked
+        # 2. answer them
+        answers = {}
+        if held and not joined:
+            ok = yield Decide(all_true([*held.values(), *(end.finite() for end in found.values())]))
+            answers, held = dict.fromkeys(held, ok), {}
+        for requests in joined.values():
+            together = list(requests.values())
+            rows = [request for request in together if isinstance(request, AllToAll)]
+            if len(together) == 1:
+                received = [(yield together[0])]
+            else:
+                received = yield from (_joined_rows(rows, peers) if rows else _joined(together))
+            answers.update(zip(requests, received, strict=True))
+    ends = [found[index] for index in range(len(exchanges))]
 
     def own() -> dict[str, Tensor]:
         return {name: t for end in ends for name, t in end.own().items()}
@@ -177,49 +215,8 @@ def average_parts(
     return Averaged({name: mean[name] for name in tensors}, own, finite, any(end.decided for end in ends))
 
 
-def _in_shared_rounds(exchanges: list[Exchange[Averaged]], peers: Peers) -> Exchange[list[Averaged]]:
-    """Advance all `exchanges` together; in each round, send what can be joined as one message.
-
-    Those that ask `Decide` wait for the others, and ask it as one.
-    """
-    ends: dict[int, Averaged] = {}
-    held: dict[int, Tensor] = {}
-    answers: dict[int, Tensor | None] = dict.fromkeys(range(len(exchanges)))
-    while answers:
-        requests: dict[int, Request] = {}
-        for index, answer in answers.items():
-            asked = advance(exchanges[index], answer)
-            if isinstance(asked, Done):
-                ends[index] = asked.result
-            elif isinstance(asked, Decide):
-                held[index] = asked.ok
-            else:
-                requests[index] = asked
-        answers = {}
-        if held and not requests:
-            ok = yield Decide(all_true([*held.values(), *(end.finite() for end in ends.values())]))
-            answers, held = dict.fromkeys(held, ok), {}
-        for members in _joinable(requests):
-            together = [requests[index] for index in members]
-            received = [(yield together[0])] if len(together) == 1 else (yield from _joined(together, peers))
-            answers.update(zip(members, received, strict=True))
-    return [ends[index] for index in range(len(exchanges))]
-
-
-def _joinable(requests: dict[int, Request]) -> list[list[int]]:
-    """Group requests that can be sent as one message."""
-    groups: dict[object, list[int]] = {}
-    for index, request in requests.items():
-        joins = isinstance(request, AllToAll | Gather) or (isinstance(request, Mean) and not request.wide)
-        key = (type(request), request.x.dtype, request.x.device)
-        groups.setdefault(key if joins else index, []).append(index)
-    return list(groups.values())
-
-
-def _joined(requests: Sequence[Request], peers: Peers) -> Exchange[list[Tensor]]:
-    """Send requests of one kind, dtype and device as one, and split its result."""
-    if isinstance(requests[0], AllToAll):
-        return (yield from _joined_rows([request for request in requests if isinstance(request, AllToAll)], peers))
+def _joined(requests: Sequence[Request]) -> Exchange[list[Tensor]]:
+    """Send means, or gathers, of one dtype and device as one, and split its result."""
     sizes = [request.x.numel() for request in requests]
     flat = torch.cat([request.x.reshape(-1) for request in requests])
     shapes = [request.x.shape for request in requests]

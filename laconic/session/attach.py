@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from laconic.checks.agreement import agree, difference, parameter_facts
-from laconic.checks.digests import DivergenceCheck
+from laconic.checks.digests import DivergenceCheck, differences
 from laconic.checks.finite import NonFinite, NonFiniteCheck, check_policy
 from laconic.codecs import LowRank, TopDCT
 from laconic.codecs.feedback import codecs_of, contains
@@ -28,7 +28,6 @@ from laconic.ledger import Ledger
 from laconic.optim import DeMo
 from laconic.plans.plan import Plan
 from laconic.plans.text import plan as parse_plan
-from laconic.session.counts import Counts
 from laconic.session.ddp import DDPPath, check_ddp_model
 from laconic.session.foreign import (
     check_wrapper,
@@ -36,19 +35,18 @@ from laconic.session.foreign import (
     find_ddp,
     model_inside,
     optimizer_inside,
-    remember,
     scaler_of,
+    sessions,
 )
 from laconic.session.fsdp import ShardedPath, check_sharded, replicas_of, shards_of
 from laconic.session.gradients import GradientAverager, GradientPath
-from laconic.session.live_model import LiveModel, facts_of_model
+from laconic.session.live_model import Commit, LiveModel, facts_of_model
 from laconic.session.module import ModulePath
 from laconic.session.observers import StepObserver, check_observers, observers_from_env
-from laconic.session.rounds import check_rounds
 from laconic.session.scaling import Clipping, ScaledSteps
 from laconic.session.session import Session
-from laconic.session.stop import StepHeaders, Stop
-from laconic.session.weights import Anchors, Commit, WeightSync, check_choices
+from laconic.session.step_headers import Counts, StepHeaders, Stop, check_rounds
+from laconic.session.weights import Anchors, WeightSync, check_choices
 from laconic.torch_private.fsdp import find_units
 from laconic.torch_private.steps import runs_hooks, skips_itself
 
@@ -135,8 +133,8 @@ def attach(
         model = model_inside(model)
         clipping, divergence = Clipping(clip_norm), DivergenceCheck(verify_every)
         check_choices(commit, anchors)
-        check_sync_initial(sync_initial)
-        counts = Counts() if check_weighted(weighted) else None
+        check_options(sync_initial, weighted)
+        counts = Counts() if weighted else None
         check_wrapping(model)
         watching = [*check_observers(observers), *observers_from_env()]
         units = find_units(model)
@@ -168,9 +166,10 @@ def attach(
         live = LiveModel(ddp.module if ddp else model, optimizers, sharded=bool(units))
         check = NonFiniteCheck(policy, late=late and policy == "skip", shards=known.shards)
         averager = GradientAverager(live, known, check, scaler if units or ddp else None, counts)
-        weights = WeightSync(live, known, commit, anchors, policy, averager.chosen, counts)
+        weights = WeightSync(averager, commit, anchors)
         headers = StepHeaders(plan, live, Stop())
-        scaled = [ScaledSteps(each, wrapper) for each, wrapper in zip(optimizers, given, strict=True)]
+        wrappers = [None if each is around else around for each, around in zip(optimizers, given, strict=True)]
+        scaled = [ScaledSteps(each, around) for each, around in zip(optimizers, wrappers, strict=True)]
         # 3. All workers compare what they were given and what they train, and start from the same weights.
         settings = {"commit": commit, "nonfinite": policy, "verify_every": verify_every, "sync_initial": sync_initial}
         facts = _facts(asked, live, model, {**settings, "clip_norm": clip_norm, "weighted": weighted})
@@ -192,7 +191,7 @@ def attach(
         # 4. Hooks last.
         session = Session(plan, asked, path, averager, weights, headers, scaled, clipping, divergence, ledger)
         session._install()
-        remember(session)
+        sessions.add(session)
         if plan is not asked and known.world.peers.rank == 0:
             logger.info("attach: %s is %s: %.1f times fewer bytes than ddp()", asked, plan, on.times(plan))
     except BaseException:
@@ -222,7 +221,13 @@ def check_arguments(plan: object, model: object, given: Sequence[object]) -> lis
             "attach(plan, model, optimizer): the third argument is a torch.optim.Optimizer, or several in a list, not "
             f"{', '.join(map(_shown, given)) or 'an empty list'}. Schedulers are not attached."
         )
-    _check_lazy(model)
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    lazy = next((name for name, t in named if is_lazy(t)), None)
+    if lazy is not None:
+        raise ValueError(
+            f"attach: {lazy} of {type(model).__name__} is not initialized: a lazy module learns its shape from its "
+            "first input, and only then can workers compare and average it. Call model(x) with a batch before attach."
+        )
     ours = {id(p) for p in model.parameters()}
     for each in optimizers:
         if not runs_hooks(each):
@@ -238,32 +243,17 @@ def check_arguments(plan: object, model: object, given: Sequence[object]) -> lis
     return optimizers
 
 
-def check_sync_initial(sync_initial: object) -> None:
-    """Refuse what is neither a bool nor None."""
+def check_options(sync_initial: object, weighted: object) -> None:
+    """Refuse what is neither a bool nor, of `sync_initial`, None."""
     if not isinstance(sync_initial, bool | None):
         raise ValueError(
             f"attach(sync_initial={sync_initial!r}): it must be True (all workers take the first worker's weights), "
             "False (weights that differ are an error), or None (they are logged)."
         )
-
-
-def check_weighted(weighted: object) -> bool:
-    """Refuse what is not a bool."""
     if not isinstance(weighted, bool):
         raise TypeError(
             f"attach(weighted={weighted!r}): it must be True or False. How much a worker weighs is counted in each "
             "step: session.weigh(n)."
-        )
-    return weighted
-
-
-def _check_lazy(model: nn.Module) -> None:
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    lazy = next((name for name, t in named if is_lazy(t)), None)
-    if lazy is not None:
-        raise ValueError(
-            f"attach: {lazy} of {type(model).__name__} is not initialized: a lazy module learns its shape from its "
-            "first input, and only then can workers compare and average it. Call model(x) with a batch before attach."
         )
 
 
@@ -381,7 +371,7 @@ def warn_of_doing_less(plan: Plan, live: LiveModel, levels: Levels) -> None:
 def sync_initial_weights(live: LiveModel, queue: CollectiveQueue, sync_initial: bool | None, bare: bool) -> None:
     """Check whether all workers start from the same model, and give them the first worker's if asked."""
     tensors = live.everything()
-    found = live.compare(queue, tensors)
+    found = differences(queue, tensors)
     if not found:
         return
     if sync_initial is not True:

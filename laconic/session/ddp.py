@@ -19,17 +19,16 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.checks.agreement import Facts
-from laconic.checks.headers import Headers, PendingHeaders
-from laconic.codecs import Codec
+from laconic.checks.headers import Headers, start_headers
 from laconic.codecs.feedback import has_residuals, return_to_residual
 from laconic.comm.queue import CollectiveQueue, new_future, resolved
 from laconic.exchange import Averaged, Exchange, Level, all_finite
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
-from laconic.session.gradients import MANUAL, GradientAverager, sparse_tables
-from laconic.session.live_model import LiveModel, local_of
+from laconic.session.gradients import MANUAL, GradientAverager, GradientPath, sparse_tables
+from laconic.session.live_model import local_of
 from laconic.session.scaling import ScaledSteps
-from laconic.session.stop import StepHeaders
+from laconic.session.step_headers import StepHeaders
 from laconic.torch_private.distributed import is_joining
 from laconic.torch_private.modules import at_end_of_backward, clean
 
@@ -109,24 +108,25 @@ def _hook_of(ddp: DistributedDataParallel) -> _Hook:
     return known
 
 
-class DDPPath:
+class DDPPath(GradientPath):
     """Averages the buckets of a DDP model."""
-
-    in_backward = True
 
     def __init__(self, ddp: DistributedDataParallel, averager: GradientAverager, headers: StepHeaders) -> None:
         self._averager = averager
         self._ddp = weakref.ref(ddp)  # as in `_Hook`
         self._step_headers = headers
         self._hook: _Hook | None = None
-        self._frees_buckets = frees_buckets(ddp)
-        self._views = BucketViews(averager.live, keeps=not self._frees_buckets)
+        self._keeps_views = not getattr(ddp, "lazy_bucket_allocation", False)
+        """Whether DDP keeps its buckets after a backward: not if it frees them, which is new in torch 2.15."""
+        self._views: dict[int, tuple[int, Sequence[Tensor], dict[str, Tensor]]] = {}
+        """Of each bucket of the last backward: the address of its memory, its parameters, and its gradients by name."""
+        self._averaged: set[str] = set()
+        """The names of all gradients in the buckets so far."""
         self._queues: dict[Level, BucketQueue] = {}
-        self._sync: Sync | None = None
-        self._headers: PendingHeaders | Headers | None = None
+        self._headers: Headers | Callable[[], Headers] | None = None
+        """The headers of this backward, or what waits for them."""
         self._ignored_buffers = {f"buffer:{clean(name)}" for name in ddp.parameters_to_ignore}
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph and averager.levels.workers > 1
-        self._bitmap_bytes = 0
         self._sent: dict[str, Tensor] = {}
         """The buckets of this backward by name, where DDP may drop some of their means."""
         self._was_local = False
@@ -149,9 +149,8 @@ class DDPPath:
         self._hook = _hook_of(ddp)
         self._hook.start(self._take)
 
-    def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
+    def begin_step(self, sync: Sync | None) -> None:
         """Prepare for the next step. Where no gradients are averaged, DDP sends nothing at all."""
-        self._averager.begin_step(sync, codec)
         self._sync = sync
         assert self._hook is not None, "install() comes first"
         self._hook.allow(sync is not None)
@@ -167,25 +166,38 @@ class DDPPath:
             if bucket.index() == 0:
                 self._headers = self._averager.weigh_in_backward(self._sync.level, self._step_headers)
         elif self._headers is None and self._step_headers.stop_due:
-            self._headers = PendingHeaders(self._averager.levels.world, self._step_headers.stop_header())
+            self._headers = start_headers(self._averager.levels.world, self._step_headers.stop_header())
         queue = self._queues.get(self._sync.level) or self._queue(self._sync.level)
-        tensors = self._views.tensors(bucket)
+        tensors = self._gradients(bucket)
         if self._finds_unused:
-            # DDP drops means of parameters that no worker used: they go back to the residuals.
-            self._record_bitmap(len(tensors), bucket.is_last())
+            # DDP drops means of parameters that no worker used: they go back to the residuals. It sends a bitmap itself
+            # in such a backward: for each parameter, whether it was used, as an int32.
             self._sent |= tensors
             if bucket.is_last() and self._sent:
+                world = self._averager.levels.world
+                world.ledger.record("all_reduce", 4 * len(self._sent), world.workers, phase="control")
                 # Twice, to come after DDP's own callback, which is queued after this bucket.
                 at_end_of_backward(lambda: at_end_of_backward(self._return_dropped))
         return queue.take(tensors, bucket.buffer(), bucket.is_last(), self._averager.average)
 
-    def _record_bitmap(self, parameters: int, last: bool) -> None:
-        """Record what DDP sends itself in such a backward: for each parameter, whether it was used, as an int32."""
-        self._bitmap_bytes += 4 * parameters
-        if last:
-            world = self._averager.levels.world
-            world.ledger.record("all_reduce", self._bitmap_bytes, world.workers, phase="control")
-            self._bitmap_bytes = 0
+    def _gradients(self, bucket: GradBucket) -> dict[str, Tensor]:
+        """Return a bucket's gradients by name: the same dict in every backward, as long as DDP keeps its memory.
+
+        Making hundreds of views costs more time than averaging them. A view keeps its memory alive, so a known address
+        means known memory; where DDP frees its buckets after backward, views are made each time.
+        """
+        params, address = bucket.parameters(), bucket.buffer().data_ptr()
+        known = self._views.get(bucket.index())
+        if known is not None:
+            if known[0] == address and len(known[1]) == len(params) and all(map(is_, known[1], params)):
+                return known[2]
+            self._views.clear()  # DDP has rebuilt its buckets: release the old memory
+        names = self._averager.live.name_of
+        tensors = {names[id(p)]: g for p, g in zip(params, gradients_of(bucket), strict=True)}
+        self._averaged.update(tensors)
+        if self._keeps_views:
+            self._views[bucket.index()] = (address, params, tensors)
+        return tensors
 
     def _return_dropped(self) -> None:
         """Return means that DDP has dropped, of parameters that no worker used, to where error feedback took them from.
@@ -208,29 +220,25 @@ class DDPPath:
     def _queue(self, level: Level) -> BucketQueue:
         if level not in self._queues:
             group = self._averager.levels[level]
-            self._queues[level] = BucketQueue(group, quiet=True, keeps=not self._frees_buckets)
+            self._queues[level] = BucketQueue(group, quiet=True, keeps=self._keeps_views)
         return self._queues[level]
-
-    def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
-        """Do nothing: gradients are averaged in backward."""
-        return None
 
     def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
         """Return the headers that were exchanged beside the gradients. DDP's backward has waited for these."""
         ddp = self._ddp()
-        if ddp is not None and is_joining(ddp):
-            raise RuntimeError(
-                f"{self._step_headers.plan!r} inside DDP's join(): a worker that has run out of data cannot take part "
-                "in what all workers exchange. Give all workers as many batches, such as by DistributedSampler("
-                "drop_last=True), and leave join() out."
-            )
         if ddp is not None:
             check_finalization(ddp)
+            if is_joining(ddp):
+                raise RuntimeError(
+                    f"{self._step_headers.plan!r} inside DDP's join(): a worker that has run out of data cannot take "
+                    "part in what all workers exchange. Give all workers as many batches, such as by "
+                    "DistributedSampler(drop_last=True), and leave join() out."
+                )
         headers, self._headers = self._headers, None
         self._was_local = self._was_local or self._sync is None
         if self._sync is not None:
             self._check_parameters()
-        return headers.wait() if isinstance(headers, PendingHeaders) else headers
+        return headers() if callable(headers) else headers
 
     def _check_parameters(self) -> None:
         """Refuse parameters that are trained, and that DDP does not average."""
@@ -238,7 +246,7 @@ class DDPPath:
         live.refresh()
         if ddp is None or live.facts is self._checked:
             return
-        self._checked, averaged = live.facts, self._views.names | ddp.parameters_to_ignore
+        self._checked, averaged = live.facts, self._averaged | ddp.parameters_to_ignore
         for name, p in live.originals.items():
             if p.grad is not None and name not in averaged:
                 self._checked = None
@@ -296,12 +304,6 @@ class _Bucket:
     future: Future[Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class _Joined:
-    parts: list[dict[str, Tensor]]
-    whole: dict[str, Tensor]
-
-
 @dataclass(eq=False)
 class BucketQueue:
     """Submits exchanges for buckets, in order: one each, or one for several on CUDA.
@@ -315,7 +317,6 @@ class BucketQueue:
     queue: CollectiveQueue
     layout: list[list[str]] = field(default_factory=list)
     """Names by exchange, as of the last backward."""
-    phase: str = "gradient"
     quiet: bool = False
     """Whether the caller looks for errors before the optimizer's step: DDP's backward cannot raise them as they are."""
     keeps: bool = True
@@ -323,7 +324,8 @@ class BucketQueue:
     _next_layout: list[list[str]] = field(default_factory=list)
     _repeat: list[list[str]] | None = None
     _waiting: list[_Bucket] = field(default_factory=list)
-    _joined: list[_Joined] = field(default_factory=list)
+    _joined: list[tuple[list[dict[str, Tensor]], dict[str, Tensor]]] = field(default_factory=list)
+    """Of each exchange of the last backward, its buckets and all their tensors."""
 
     def repeat(self, layout: Sequence[Sequence[str]]) -> None:
         """Average the next backward in this layout, whatever DDP's is."""
@@ -331,38 +333,37 @@ class BucketQueue:
 
     def take(self, tensors: dict[str, Tensor], flat: Tensor, last: bool, average: Average) -> Future[Tensor]:
         """Average one bucket; the future's value is `flat` with the means in it."""
-        bucket = _Bucket(tensors, flat, new_future(flat) if flat.is_cuda else Future())
-        self._waiting.append(bucket)
-        # One exchange a bucket on the CPU; on CUDA several together, as launches cost more than bytes.
+        future: Future[Tensor] = new_future(flat) if flat.is_cuda else Future()
+        self._waiting.append(_Bucket(tensors, flat, future))
+        # 1. One exchange a bucket on the CPU; on CUDA several together, as launches cost more than bytes.
         enough = not flat.is_cuda or sum(b.flat.nbytes for b in self._waiting) >= TOGETHER_BYTES
         if last or (self._repeat is None and enough):
-            self._submit(average)
+            ready, self._waiting = self._waiting, []
+            if self._repeat is not None:
+                buckets = self._as_saved(ready, self._repeat)
+            elif len(ready) == 1:
+                buckets = [tensors]
+            else:
+                buckets = [self._join([bucket.tensors for bucket in ready])]
+            self._next_layout += [list(bucket) for bucket in buckets]
+            exchanges = [average(bucket) for bucket in buckets]
+            self.queue.submit_all(exchanges, "gradient", [b.flat for b in ready], [b.future for b in ready], self.quiet)
+        # 2. The end of the backward.
         if last:
             self.layout, self._next_layout, self._repeat = self._next_layout, [], None
             del self._joined[len(self.layout) if self.keeps else 0 :]
             self.queue.flush()
-        return bucket.future
-
-    def _submit(self, average: Average) -> None:
-        ready, self._waiting = self._waiting, []
-        if self._repeat is not None:
-            buckets = self._as_saved(ready, self._repeat)
-        elif len(ready) == 1:
-            buckets = [ready[0].tensors]
-        else:
-            buckets = [self._join([bucket.tensors for bucket in ready])]
-        self._next_layout += [list(bucket) for bucket in buckets]
-        exchanges = [average(bucket) for bucket in buckets]
-        self.queue.submit_all(exchanges, self.phase, [b.flat for b in ready], [b.future for b in ready], self.quiet)
+        return future
 
     def _join(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Join buckets that are averaged together: the same dict as in the last backward if its parts are the same."""
         index = len(self._next_layout)
-        known = self._joined[index] if index < len(self._joined) else None
-        if known is not None and len(known.parts) == len(parts) and all(map(is_, known.parts, parts)):
-            return known.whole
+        if index < len(self._joined):
+            known, whole = self._joined[index]
+            if len(known) == len(parts) and all(map(is_, known, parts)):
+                return whole
         whole = {name: t for part in parts for name, t in part.items()}
-        self._joined[index:] = [_Joined(parts, whole)]
+        self._joined[index:] = [(parts, whole)]
         return whole
 
     @staticmethod
@@ -377,41 +378,6 @@ def check_finalization(ddp: DistributedDataParallel) -> None:
     """Refuse a backward that the user ends: new in torch 2.15."""
     if getattr(ddp, "require_manual_backward_finalization", False):
         raise RuntimeError(MANUAL.format("require_manual_backward_finalization is set", "Set it to False."))
-
-
-def frees_buckets(ddp: DistributedDataParallel) -> bool:
-    """Return whether DDP frees its buckets after each backward: new in torch 2.15."""
-    return bool(getattr(ddp, "lazy_bucket_allocation", False))
-
-
-class BucketViews:
-    """The gradients of DDP's buckets by name: the same dicts in every backward, as long as DDP keeps its memory.
-
-    Making hundreds of views costs more time than averaging them. A view keeps its memory alive, so a known address
-    means known memory; where DDP frees its buckets after backward, views are made each time.
-    """
-
-    def __init__(self, live: LiveModel, keeps: bool = True) -> None:
-        self._live = live
-        self._keeps = keeps
-        self.names: set[str] = set()
-        """The names of all gradients in the buckets so far."""
-        self._known: dict[int, tuple[int, Sequence[Tensor], dict[str, Tensor]]] = {}
-
-    def tensors(self, bucket: GradBucket) -> dict[str, Tensor]:
-        """Return the bucket's gradients, by the name of their parameter."""
-        params, address = bucket.parameters(), bucket.buffer().data_ptr()
-        known = self._known.get(bucket.index())
-        if known is not None:
-            if known[0] == address and len(known[1]) == len(params) and all(map(is_, known[1], params)):
-                return known[2]
-            self._known.clear()  # DDP has rebuilt its buckets: release the old memory
-        names = self._live.name_of
-        tensors = {names[id(p)]: g for p, g in zip(params, gradients_of(bucket), strict=True)}
-        self.names.update(tensors)
-        if self._keeps:
-            self._known[bucket.index()] = (address, params, tensors)
-        return tensors
 
 
 def gradients_of(bucket: GradBucket) -> list[Tensor]:

@@ -94,7 +94,7 @@ def check_wrapper(optimizer: object, plan: Plan) -> None:
         )
 
 
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 """Sessions that are attached."""
 
 
@@ -179,15 +179,9 @@ def steps_taken(optimizer: Optimizer) -> int:
     return taken
 
 
-def remember(session: Session) -> None:
-    """Note that a session is attached."""
-    _sessions.add(session)
-
-
 def _is_attached(parameters: set[int]) -> bool:
-    return any(
-        session.attached and any(id(p) in parameters for p in session.parameters.values()) for session in _sessions
-    )
+    attached = [session for session in sessions if session.attached]
+    return any(id(p) in parameters for session in attached for p in session.parameters.values())
 
 
 # One pair of global hooks for all sessions: torch iterates over them, so garbage collection must not remove any.
@@ -250,26 +244,22 @@ class OtherOptimizers:
 
     def _is_wrapper(self, optimizer: Optimizer) -> bool:
         """Return whether a given optimizer has stepped inside this step, or shares its parameter groups."""
-        if self._begun.pop(optimizer, self._given_steps) != self._given_steps:
-            return True
-        live = self._live()
-        given = [] if live is None else live.optimizers
-        groups = {id(group) for each in given for group in each.param_groups}
-        return any(id(group) in groups for group in optimizer.param_groups)
+        stepped, live = self._begun.pop(optimizer, self._given_steps) != self._given_steps, self._live()
+        groups = {id(group) for each in (live.optimizers if live else ()) for group in each.param_groups}
+        return stepped or any(id(group) in groups for group in optimizer.param_groups)
 
     def _held_by(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return the trained parameters of the model that an optimizer holds, by name."""
         live = self._live()
         if live is None:
             return {}
-        count, names = sum(len(group["params"]) for group in optimizer.param_groups), live.name_of
+        names, params = live.name_of, [p for group in optimizer.param_groups for p in group["params"]]
         known = self._unrelated.get(optimizer)
-        if known is not None and known[0] == count and known[1] is names:
+        if known is not None and known[0] == len(params) and known[1] is names:
             return {}
-        params = [p for group in optimizer.param_groups for p in group["params"]]
         held = {names[id(p)]: p for p in params if id(p) in names}
         if not held:
-            self._unrelated[optimizer] = (count, names)
+            self._unrelated[optimizer] = (len(params), names)
         return held
 
 

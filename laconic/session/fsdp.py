@@ -18,7 +18,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,10 +32,10 @@ from laconic.comm.averaging import write
 from laconic.exchange import Averaged, Exchange, State
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Sync
-from laconic.session.gradients import MANUAL, GradientAverager
+from laconic.session.gradients import MANUAL, GradientAverager, GradientPath
 from laconic.session.live_model import local_of, same_tensors
 from laconic.session.scaling import ScaledSteps
-from laconic.session.stop import StepHeaders
+from laconic.session.step_headers import StepHeaders
 from laconic.torch_private.distributed import flat_group
 from laconic.torch_private.fsdp import Unit
 from laconic.torch_private.modules import at_end_of_backward, backward_id
@@ -54,10 +53,8 @@ class _Pending:
     future: Future[Tensor]
 
 
-class ShardedPath:
+class ShardedPath(GradientPath):
     """Averages the gradients of FSDP's parameter groups between replicas."""
-
-    in_backward = True
 
     def __init__(self, units: Sequence[Unit], averager: GradientAverager, headers: StepHeaders) -> None:
         self._units = list(units)
@@ -67,7 +64,6 @@ class ShardedPath:
         self._headers = headers
         self._received: Headers | None = None
         """The headers of the last backward of this step, where means are weighted."""
-        self._codec: Codec | None = None
         self._backward = -1
         """The backward whose gradients are being averaged; -1 if there is none."""
         self._pending: list[_Pending] = []
@@ -94,15 +90,10 @@ class ShardedPath:
             self.detach()
             raise
 
-    def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
+    def begin_step(self, sync: Sync | None) -> None:
         """Prepare for the next step. FSDP itself sends nothing between replicas."""
-        self._averager.begin_step(sync, codec)
-        self._codec = None if codec is None else self._averager.chosen(codec, self._queue)
+        self._sync = sync
         self._kept_local.clear()
-
-    def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
-        """Do nothing: gradients are averaged in backward."""
-        return None
 
     def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
         """Exchange headers where they are due, and none were in backward."""
@@ -110,16 +101,6 @@ class ShardedPath:
         if received is not None or not self._headers.stop_due:
             return received
         return exchange_headers(self._queue, self._headers.stop_header(), self._averager.levels.shards)
-
-    def after_optimizer(self) -> None:
-        """Do nothing: buffers stay as they are."""
-
-    def layout(self) -> dict[str, list[list[str]]]:
-        """Return nothing: the layout follows from FSDP's units."""
-        return {}
-
-    def repeat_layout(self, layout: Mapping[str, Any]) -> None:
-        """Do nothing."""
 
     def detach(self) -> None:
         """Let torch average as it did before."""
@@ -135,7 +116,7 @@ class ShardedPath:
             flat.record_stream(torch.cuda.current_stream(flat.device))
         if unit.missing_factor != 1:
             flat.mul_(unit.missing_factor)
-        if self._codec is None:
+        if self._sync is None:
             return
         params = [p for p in unit.params if p.requires_grad]
         names = [self._live.name_of.get(id(p), "") for p in params]
@@ -321,17 +302,11 @@ def _same_workers(one: dist.ProcessGroup | None, other: dist.ProcessGroup | None
 
 def _shard_facts(originals: Mapping[str, Tensor]) -> dict[str, str]:
     """State for each parameter which part of it this worker holds."""
-    return {f"parameter {index}": _shard_fact(name, p) for index, (name, p) in enumerate(originals.items())}
-
-
-def _shard_fact(name: str, p: Tensor) -> str:
-    sharding = sys.modules["torch.distributed.tensor"]
-    fact = f"{name} {list(p.shape)} {str(p.dtype).removeprefix('torch.')}"
-    assert isinstance(p, sharding.DTensor)
-    here = p.device_mesh.get_coordinate()
-    parts = [
-        f"part {here[dim]} of {p.device_mesh.size(dim)}"
-        for dim, placement in enumerate(p.placements)
-        if not placement.is_replicate()
-    ]
-    return ", ".join([fact, *parts])
+    sharding, facts = sys.modules["torch.distributed.tensor"], dict[str, str]()
+    for index, (name, p) in enumerate(originals.items()):
+        assert isinstance(p, sharding.DTensor)
+        here, sizes = p.device_mesh.get_coordinate(), p.device_mesh.shape
+        dims = [dim for dim, placement in enumerate(p.placements) if not placement.is_replicate()]
+        fact = f"{name} {list(p.shape)} {str(p.dtype).removeprefix('torch.')}"
+        facts[f"parameter {index}"] = ", ".join([fact, *(f"part {here[dim]} of {sizes[dim]}" for dim in dims)])
+    return facts

@@ -1,11 +1,10 @@
-"""How gradients reach the other workers: one protocol, and what its three implementations share."""
+"""How gradients reach the other workers: what the paths of three kinds of models share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +18,13 @@ from laconic.codecs.routing import routed
 from laconic.comm.averaging import write
 from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
-from laconic.exchange import Averaged, Decide, Exchange, Level, Peers, State
+from laconic.exchange import Averaged, Decide, Exchange, Level, State
 from laconic.packing import narrowed, wide_dtype
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Sync
-from laconic.session.counts import Counts
 from laconic.session.live_model import LiveModel
 from laconic.session.scaling import LossScale, ScaledSteps
-from laconic.session.stop import StepHeaders
+from laconic.session.step_headers import Counts, StepHeaders
 from laconic.torch_private.foreach import multiply_all, zero_all
 
 CARRY_STEPS = 32
@@ -41,49 +39,47 @@ MANUAL = (
 )
 
 
-class GradientPath(Protocol):
-    """Averages gradients for one kind of model: DDP (`ddp.py`), FSDP2 (`fsdp.py`), a bare module (`module.py`)."""
+class GradientPath:
+    """Averages gradients for one kind of model: DDP (`ddp.py`), FSDP2 (`fsdp.py`), a bare module (`module.py`).
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether gradients are averaged inside backward, and so also in a closure of `optimizer.step`."""
-        ...
+    A method here does nothing, for kinds of models that need nothing at this point.
+    """
+
+    in_backward = True
+    """Whether gradients are averaged inside backward, and so also in a closure of `optimizer.step`."""
+    _sync: Sync | None = None
+    """How gradients are averaged in the next step, if they are."""
 
     def check_plan(self, plan: Plan) -> None:
         """Refuse a plan that this kind of model cannot follow."""
-        ...
 
     def install(self) -> None:
         """Install the hooks. Nothing may be refused after it."""
-        ...
 
-    def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
+    def begin_step(self, sync: Sync | None) -> None:
         """Prepare for the next step, in which gradients are averaged as `sync` says, or not at all for None."""
-        ...
+        self._sync = sync
 
     def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
         """Average the gradients of these optimizers early, where they are averaged at the optimizer's step."""
-        ...
+        return None
 
     def before_optimizer(self, optimizer: ScaledSteps) -> Headers | None:
         """Return once the gradients of this optimizer are averaged, with the headers that were exchanged for it."""
-        ...
+        return None
 
     def after_optimizer(self) -> None:
         """Complete a step whose gradients were averaged: DDP models then get the first worker's buffers."""
-        ...
 
     def layout(self) -> dict[str, list[list[str]]]:
         """Return the names of the parameters that are averaged together, by level: a resumed run repeats them."""
-        ...
+        return {}
 
     def repeat_layout(self, layout: Mapping[str, Any]) -> None:
         """Average the next gradients in this layout."""
-        ...
 
     def detach(self) -> None:
         """Remove the hooks."""
-        ...
 
 
 class GradientAverager:
@@ -107,30 +103,31 @@ class GradientAverager:
         self.wraps: list[Callable[[Codec], Codec]] = []
         """Put around each codec that runs among all workers."""
         self._codec: Codec = Exact()
+        self._choice: tuple[Codec, CollectiveQueue, Codec] = (self._codec, levels.world, self._codec)
+        """A codec, among whom it was to run, and what `chosen` found for it."""
         self._peers = levels.world.peers
-        self._scale = LossScale(scaler, live) if scaler is not None and scaler.is_enabled() else None
+        self.scale = LossScale(scaler, live) if scaler is not None and scaler.is_enabled() else None
+        """Where scaled gradients are averaged, and the session knows the scale."""
 
     @property
     def lacks_scale(self) -> bool:
         """Whether the codec keeps residuals of gradients, and their loss scale is unknown."""
-        return self._scale is None and has_feedback(self._codec)
-
-    def equalise_loss_scale(self) -> None:
-        """Let all workers have one loss scale, if the session knows it: scaled gradients are averaged."""
-        if self._scale is not None:
-            self._scale.equalise(self.levels.world)
+        return self.scale is None and has_feedback(self._codec)
 
     def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
         """Use this codec among these workers in the next step."""
         if sync is not None and codec is not None:
             queue = self.levels[sync.level]
             self._codec, self._peers = self.chosen(codec, queue), queue.peers
-        if self._scale is not None:
-            self._scale.begin_step()
+        if self.scale is not None:
+            self.scale.due = True
 
     def chosen(self, codec: Codec, queue: CollectiveQueue) -> Codec:
         """Return the codec that runs: a worker alone has no peer to save bytes for, but it keeps its momentum."""
-        chosen = routed(codec) if queue.workers > 1 or contains(codec, TopDCT) else Exact()
+        given, among, chosen = self._choice
+        if given is not codec or among is not queue:
+            chosen = routed(codec) if queue.workers > 1 or contains(codec, TopDCT) else Exact()
+            self._choice = codec, queue, chosen
         for wrap in self.wraps if queue is self.levels.world else ():
             chosen = wrap(chosen)
         return chosen
@@ -156,44 +153,42 @@ class GradientAverager:
 
         A `codec` and its `state` replace those of the step. Without `reuse`, no tensor of the state is written.
         """
-        if self._scale is not None:
-            self._scale.rescale()
-        codec, peers = self._codec if codec is None else codec, self._peers
+        if self.scale is not None and self.scale.due:
+            self.scale.rescale()
+        codec = self._codec if codec is None else codec
         state = self.live.state["gradient"] if state is None else state
-
-        def average() -> Exchange[Averaged]:
-            if CARRIED in state:
-                return deliver(bucket, state, codec, peers, reuse)
-            return codec.average(bucket, state, peers, reuse=reuse)
-
-        weighed = average if self._share in (None, 1.0) else partial(by_share, bucket, self._share, state, average)
-        end = yield from self.check.watch(bucket, weighed, self._share)
+        # From the inside out: the codec, what an older codec has left, the share of this worker, NaN and Inf.
+        exchange = codec.average(bucket, state, self._peers, reuse=reuse)
+        if CARRIED in state:
+            exchange = deliver(bucket, state, exchange)
+        if self._share is not None and self._share != 1:
+            exchange = by_share(bucket, self._share, state, exchange)
+        end = yield from self.check.watch(bucket, exchange, self._share)
         if end.mean is not bucket:
             write(bucket, end.mean)
         return end
 
 
 def by_share(
-    tensors: Mapping[str, Tensor], share: float, state: State, average: Callable[[], Exchange[Averaged]]
+    tensors: Mapping[str, Tensor], share: float, state: State, average: Exchange[Averaged]
 ) -> Exchange[Averaged]:
-    """Multiply `tensors` by this worker's share, in their memory, and average them.
+    """Multiply `tensors` by this worker's share, in their memory, and run the exchange that averages them.
 
     The product is computed in fp32. What half precision loses of it, by rounding or beyond the range of fp16, goes to
     the residual, where the codec keeps one. A worker that weighs nothing contributes zeros, whatever it holds.
     """
     lost: dict[str, Tensor] = {}
-    half = {name: t for name, t in tensors.items() if wide_dtype(t.dtype) != t.dtype}
     if not share:
         zero_all(list(tensors.values()))
-    elif not half:
+    elif all(wide_dtype(t.dtype) == t.dtype for t in tensors.values()):
         multiply_all(list(tensors.values()), share)
     else:
         for name, t in tensors.items():
             product = t.to(wide_dtype(t.dtype)) * share
             t.copy_(narrowed(product, t.dtype))
-            if name in half:
+            if product.dtype != t.dtype:
                 lost[name] = product - t
-    end = yield from average()
+    end = yield from average
     if lost and end.decided:
         return_to_residual(state, lost, end.finite())
     return end
@@ -210,8 +205,8 @@ def carry_residuals(old: State) -> State:
     return {CARRIED: {"residual": residuals, "parts": dict.fromkeys(residuals, CARRY_STEPS)}} if residuals else {}
 
 
-def deliver(tensors: Mapping[str, Tensor], state: State, codec: Codec, peers: Peers, reuse: bool) -> Exchange[Averaged]:
-    """Average `tensors`, with the next portion of the residuals that were carried over added in their memory.
+def deliver(tensors: Mapping[str, Tensor], state: State, average: Exchange[Averaged]) -> Exchange[Averaged]:
+    """Run the exchange that averages `tensors`, with the next portion of carried residuals added in their memory.
 
     What is lost when a sum is rounded to the dtype of the gradients is not delivered: it stays in the residual. After
     the last portion it moves to the residual of the new codec; without one it is kept for the next change of the plan.
@@ -221,7 +216,7 @@ def deliver(tensors: Mapping[str, Tensor], state: State, codec: Codec, peers: Pe
     parts: dict[str, int] = carried["parts"]
     here = [name for name in tensors if parts.get(name)]
     if not here:
-        return (yield from codec.average(tensors, state, peers, reuse=reuse))
+        return (yield from average)
     # 1. the portion, added in fp32, and what is left of the residual once it is delivered
     left: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -231,7 +226,7 @@ def deliver(tensors: Mapping[str, Tensor], state: State, codec: Codec, peers: Pe
             t.copy_(narrowed(wanted, t.dtype))
             left[name] = residual * (1 - 1 / parts[name]) + (wanted - t)
     # 2. the average; a step that is void has delivered nothing
-    end = yield from codec.average(tensors, state, peers, reuse=reuse)
+    end = yield from average
     ok = end.finite() if end.decided else (yield Decide(end.finite()))
     for name in here if bool(ok) else ():
         waiting[name] = left[name]

@@ -1,7 +1,7 @@
 """The model of this worker as it is now: parameters, buffers and moments by name, and what the codecs keep for it.
 
-Three verbs work on its tensors: `average` them over the workers, `take_from` one worker what all then have, and
-`compare` them. The model is looked up again at every synchronisation: code of the user's may rebind `p.data`, replace a
+Two verbs work on its tensors: `average` them over the workers, and `take_from` one worker what all then have. The model
+is looked up again at every synchronisation: code of the user's may rebind `p.data`, replace a
 buffer, unfreeze parameters, add modules, or add parameters to an optimizer.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,17 @@ from laconic.comm.averaging import average_in_place, write
 from laconic.comm.groups import workers_on_this_machine
 from laconic.comm.queue import CollectiveQueue
 from laconic.cost import facts_of
-from laconic.exchange import Exchange, First, Mean, State, all_finite
+from laconic.exchange import Exchange, First, Mean, Request, State, all_finite
 from laconic.packing import bucketed, pack, unpack
 from laconic.plans.schedules import Payload
 from laconic.plans.targets import Kind, ModelFacts
+from laconic.torch_private.foreach import multiply_all
 from laconic.torch_private.modules import clean, tensors_of
 
 logger = logging.getLogger(__name__)
 
+Commit: TypeAlias = Literal["streaming", "atomic"]
+"""Whether what workers synchronise takes effect bucket by bucket, or all at once at the end."""
 Moments = Mapping[str, Mapping[str, Tensor]]
 """Of each parameter: its moments, as "moment:exp_avg:weight"."""
 
@@ -148,8 +151,10 @@ class LiveModel:
         return {name: t for each in parts for name, t in each.items()} | self.all_buffers
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Return the gradient of each parameter, in an order that all workers share."""
-        return {name: None if p.grad is None else local_of(p.grad) for name, p in self.originals.items()}
+        """Return the gradient of each parameter, in an order that all workers share; sparse ones as dense ones."""
+        grads = {name: p.grad for name, p in self.originals.items()}
+        dense = {name: g.to_dense() if g is not None and g.is_sparse else g for name, g in grads.items()}
+        return {name: None if g is None else local_of(g) for name, g in dense.items()}
 
     # Moments of the optimizers
 
@@ -196,18 +201,17 @@ class LiveModel:
         self,
         queue: CollectiveQueue,
         tensors: Mapping[str, Tensor],
-        atomic: bool = False,
-        shares: tuple[float, ...] | None = None,
+        commit: Commit,
+        shares: tuple[float, ...] | None,
+        scale: float,
     ) -> None:
-        """Replace tensors by their exact mean over the workers, weighted by their `shares` if given.
-
-        Piece by piece, or all at once at the end.
-        """
-        if atomic:
-            exchanges = [(bucket, _exact_mean(bucket, shares)) for bucket in bucketed(tensors)]
-            _run(queue, exchanges, Payload.WEIGHTS, atomic)
+        """Replace tensors by `scale` times their exact mean over the workers, weighted by their `shares` if given."""
+        if commit == "atomic":
+            _run(queue, tensors, lambda flat: Mean(flat, wide=True, shares=shares), Payload.WEIGHTS, commit)
         else:
             average_in_place(queue, tensors, Payload.WEIGHTS, shares=shares)
+        if scale != 1 and tensors:
+            multiply_all(list(tensors.values()), scale)
 
     def take_from(
         self,
@@ -215,14 +219,10 @@ class LiveModel:
         queue: CollectiveQueue,
         tensors: Mapping[str, Tensor],
         phase: str = "control",
-        atomic: bool = False,
+        commit: Commit = "streaming",
     ) -> None:
         """Replace tensors by those of one worker."""
-        _run(queue, [(bucket, _of_worker(bucket, worker)) for bucket in bucketed(tensors)], phase, atomic)
-
-    def compare(self, queue: CollectiveQueue, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-        """Return the names of tensors that are not the same on all workers, and the workers that differ."""
-        return differences(queue, tensors)
+        _run(queue, tensors, lambda flat: First(flat, worker), phase, commit)
 
     # What is done with them
 
@@ -230,7 +230,7 @@ class LiveModel:
         """Give every worker the first worker's values of parameters that came after `attach`."""
         if self.unsynced:
             new = {name: p for name, p in self.params.items() if name in self.unsynced}
-            self.take_from(0, queue, {name: new[name] for name in self.compare(queue, new)})
+            self.take_from(0, queue, {name: new[name] for name in differences(queue, new)})
             if among_all:
                 self.unsynced.clear()
 
@@ -311,7 +311,7 @@ class LiveModel:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the codecs and of the outer step, without caches."""
         frozen = [name for name, p in self.originals.items() if not p.requires_grad]  # averaged once more
-        return {"state": _without_caches(self.state)} | ({"frozen": frozen} if frozen else {})
+        return {"state": without(self.state)} | ({"frozen": frozen} if frozen else {})
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
@@ -325,35 +325,27 @@ class LiveModel:
 
 def _run(
     queue: CollectiveQueue,
-    exchanges: Sequence[tuple[dict[str, Tensor], Exchange[dict[str, Tensor]]]],
+    tensors: Mapping[str, Tensor],
+    request: Callable[[Tensor], Request],
     phase: str,
-    atomic: bool,
+    commit: Commit,
 ) -> None:
-    """Run exchanges together, and write what each finds over its tensors: when it ends, or after all have."""
+    """Request something of each bucket of tensors, and write it over them: when it arrives, or after all have."""
     found: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
 
-    def run(bucket: dict[str, Tensor], exchange: Exchange[dict[str, Tensor]]) -> Exchange[None]:
-        values = yield from exchange
-        if atomic:
+    def exchange(bucket: dict[str, Tensor]) -> Exchange[None]:
+        flat = pack(bucket)
+        if flat.numel():  # no collective for an empty tensor
+            flat = yield request(flat)
+        values = unpack(flat, like=bucket)
+        if commit == "atomic":
             found.append((bucket, values))
         else:
             write(bucket, values)
 
-    queue.run_all([run(bucket, exchange) for bucket, exchange in exchanges], phase)
+    queue.run_all([exchange(bucket) for bucket in bucketed(tensors)], phase)
     for bucket, values in found:
         write(bucket, values)
-
-
-def _exact_mean(tensors: Mapping[str, Tensor], shares: tuple[float, ...] | None) -> Exchange[dict[str, Tensor]]:
-    flat = pack(tensors)
-    if flat.numel():  # no collective for an empty tensor
-        flat = yield Mean(flat, wide=True, shares=shares)
-    return unpack(flat, like=tensors)
-
-
-def _of_worker(tensors: Mapping[str, Tensor], worker: int) -> Exchange[dict[str, Tensor]]:
-    """Return one worker's tensors, of one dtype and device, on all workers."""
-    return unpack((yield First(pack(tensors), worker)), like=tensors)
 
 
 def _mean(x: Tensor) -> Exchange[Tensor]:
@@ -380,12 +372,10 @@ def _shape(t: Tensor) -> Tensor:
 
 def kinds_of(optimizers: Iterable[Optimizer]) -> tuple[Kind, ...]:
     """Return the kinds of optimizers, as they were measured."""
-    return tuple(sorted({_kind(each) for each in optimizers}))
-
-
-def _kind(optimizer: Optimizer) -> Kind:
-    name = type(optimizer).__name__.lower()
-    return "muon" if "muon" in name else "sgd" if "sgd" in name else "adaptive"
+    kinds: set[Kind] = set()
+    for name in (type(each).__name__.lower() for each in optimizers):
+        kinds.add("muon" if "muon" in name else "sgd" if "sgd" in name else "adaptive")
+    return tuple(sorted(kinds))
 
 
 def flat(moments: Moments) -> dict[str, Tensor]:
@@ -441,15 +431,9 @@ def same_tensors(tree: Any) -> Any:
     return {key: same_tensors(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
 
 
-def without(tree: Any, names: Iterable[str]) -> Any:
-    """Copy a tree of dicts without the keys `names`, at any depth, and without caches."""
+def without(tree: Any, names: Collection[str] = ()) -> Any:
+    """Copy a tree of dicts without the keys `names`, at any depth, and without caches, whose keys begin with "_"."""
     if isinstance(tree, Mapping):
-        return {key: without(value, names) for key, value in _without_caches(tree).items() if key not in names}
-    return tree
-
-
-def _without_caches(tree: Any) -> Any:
-    """Leave out keys that begin with an underscore: caches that are made again."""
-    if isinstance(tree, Mapping):
-        return {key: _without_caches(value) for key, value in tree.items() if not key.startswith("_")}
+        kept = {key: value for key, value in tree.items() if key not in names and not key.startswith("_")}
+        return {key: without(value, names) for key, value in kept.items()}
     return tree

@@ -9,7 +9,6 @@ All numbers are this worker's own, and nothing is sent for them. docs/metrics.md
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -34,24 +33,6 @@ class Metric:
     help: str
     unit: str = ""
     labels: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The value of a metric, for one value of each of its labels.
-
-    >>> Sample(METRICS["wire_bytes"], 10.0, ("world", "gradient", "all_reduce")).key
-    'wire_bytes/world/gradient/all_reduce'
-    """
-
-    metric: Metric
-    value: float
-    labels: tuple[str, ...] = ()
-
-    @property
-    def key(self) -> str:
-        """The name, and the values of the labels."""
-        return "/".join((self.metric.name, *self.labels))
 
 
 @dataclass(frozen=True)
@@ -118,39 +99,32 @@ class Reported(StepObserver):
     """Keeps the last losses of `session.report`. A loss on a GPU stays there until it is read."""
 
     def __init__(self) -> None:
-        self._last: dict[str, float | Tensor] = {}
+        self.last: dict[str, float | Tensor] = {}
 
     def report(self, session: Session, loss: float | Tensor, tokens: int, validation: Validation | None) -> bool:
         """Keep the losses. A function that computes one is not called: it may need all workers."""
         for name, value in zip(LOSSES, (loss, validation), strict=True):
             if isinstance(value, Tensor):
-                self._last[name] = value.detach()
+                self.last[name] = value.detach()
             elif value is not None and not callable(value):
-                self._last[name] = value
+                self.last[name] = value
         return False
 
-    def samples(self) -> list[Sample]:
-        """Return a sample of each."""
-        return [Sample(METRICS[name], float(value)) for name, value in self._last.items()]
 
-
-def samples(session: Session) -> Iterator[Sample]:
-    """Yield the session's metrics. Waits for a GPU if there are residuals or losses on it."""
-    yield Sample(METRICS["step"], session.step)
-    yield Sample(METRICS["workers"], session.workers)
+def metrics_of(session: Session) -> dict[str, float]:
+    """Return the session's metrics by name and labels. Waits for a GPU if there are residuals or losses on it."""
+    found: dict[str, float] = {"step": session.step, "workers": session.workers}
     for (op, level, phase), total in session.ledger.all_totals().items():
-        labels = (level, str(phase), op)
-        yield Sample(METRICS["wire_bytes"], total.wire_bytes, labels)
-        yield Sample(METRICS["payload_bytes"], total.payload_bytes, labels)
-        yield Sample(METRICS["collectives"], total.collectives, labels)
-        yield Sample(METRICS["flight_seconds"], total.seconds, labels)
-    yield Sample(METRICS["wait_seconds"], session.ledger.waited_s)
+        labels = f"{level}/{phase}/{op}"
+        found[f"wire_bytes/{labels}"] = total.wire_bytes
+        found[f"payload_bytes/{labels}"] = total.payload_bytes
+        found[f"collectives/{labels}"] = total.collectives
+        found[f"flight_seconds/{labels}"] = total.seconds
+    found["wait_seconds"] = session.ledger.waited_s
     for phase in ("gradient", "weights"):
         residuals = list(residuals_by_name(session._live.state[phase]).values())
         if residuals:
-            yield Sample(METRICS["residual_norm"], float(get_total_norm(residuals)), (phase,))
+            found[f"residual_norm/{phase}"] = float(get_total_norm(residuals))
     health = {} if session.health is None else asdict(session.health)
-    for name, value in health.items():
-        if name != "step" and value is not None:
-            yield Sample(METRICS[f"health_{name}"], value)
-    yield from session._reported.samples()
+    found |= {f"health_{name}": value for name, value in health.items() if name != "step" and value is not None}
+    return found | {name: float(value) for name, value in session._reported.last.items()}

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from laconic.checks.headers import Header, Headers
-from laconic.codecs import Codec
+from laconic.exchange import Exchange
 from laconic.packing import in_buckets
-from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Sync
-from laconic.session.gradients import GradientAverager, sparse_tables
+from laconic.session.gradients import GradientAverager, GradientPath, sparse_tables
 from laconic.session.live_model import local_of
 from laconic.session.scaling import ScaledSteps
-from laconic.session.stop import StepHeaders
+from laconic.session.step_headers import StepHeaders
 
 
-class ModulePath:
+class ModulePath(GradientPath):
     """Averages `.grad` of the parameters that an optimizer holds, before it steps.
 
     A gradient that is None on this worker only counts as zero. One that is None on all is not sent.
@@ -35,19 +34,11 @@ class ModulePath:
         self._averager = averager
         self._headers = headers
         self._scaled = scaled
-        self._sync: Sync | None = None
         self._averaged: list[ScaledSteps] = []
         """Optimizers whose gradients of this step `average_now` has averaged."""
 
-    def check_plan(self, plan: Plan) -> None:
-        """Accept every plan."""
-
-    def install(self) -> None:
-        """Install nothing: the session calls `before_optimizer`."""
-
-    def begin_step(self, sync: Sync | None, codec: Codec | None) -> None:
+    def begin_step(self, sync: Sync | None) -> None:
         """Prepare for the next step."""
-        self._averager.begin_step(sync, codec)
         self._sync, self._averaged = sync, []
 
     def average_now(self, optimizers: Sequence[ScaledSteps]) -> Headers | None:
@@ -91,7 +82,10 @@ class ModulePath:
         used = {
             name: p for i, (name, p) in enumerate(params.items()) if id(p) in held and headers.with_gradient >> i & 1
         }
-        sparse = self._sparse(used.values())
+        # A gradient that this worker lacks is sparse, too, if it is that of an embedding with sparse gradients.
+        tables = sparse_tables(self._model).values() if any(p.grad is None for p in used.values()) else ()
+        lookups = {id(table.weight) for table in tables}
+        sparse = [p for p in used.values() if (id(p) in lookups if p.grad is None else p.grad.is_sparse)]
         grads = {}
         for name, p in used.items():
             if p.grad is None:
@@ -101,24 +95,15 @@ class ModulePath:
             grads[name] = local_of(p.grad)
         # 3. exchange, in place
         buckets = [{name: grads[name] for name in names} for names in in_buckets({n: live.params[n] for n in used})]
-        exchanges = [self._averager.average(bucket) for bucket in buckets]
+        exchanges: list[Exchange[Any]] = [self._averager.average(bucket) for bucket in buckets]
         check = self._averager.check
         if check.agree is not None:
-            queue.run_all([*exchanges, check.conclude()], Payload.GRADIENT, check.agree)
-        else:
-            queue.run_all(exchanges, Payload.GRADIENT)
+            exchanges.append(check.conclude())
+        queue.run_all(exchanges, Payload.GRADIENT, check.agree)
         for each in sparse:  # sparse again, for optimizers such as SparseAdam
             assert each.grad is not None
             each.grad = each.grad.to_sparse(1)
         return headers
-
-    def _sparse(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the parameters whose gradient is sparse, or would be if this worker had used them."""
-        params = list(params)
-        lookups: set[int] = set()
-        if any(p.grad is None for p in params):
-            lookups = {id(table.weight) for table in sparse_tables(self._model).values()}
-        return [p for p in params if (p.grad.is_sparse if p.grad is not None else id(p) in lookups)]
 
     def _header(self, with_gradient: int, optimizers: Sequence[ScaledSteps]) -> Header:
         """Make a header that also says whose gradients follow, where there are several optimizers."""
@@ -129,16 +114,3 @@ class ModulePath:
             return header
         whose = " and ".join(str(self._scaled.index(each) + 1) for each in optimizers)
         return replace(header, plan=f"{header.plan} with the gradients of optimizer {whose}")
-
-    def after_optimizer(self) -> None:
-        """Do nothing: buffers stay as they are."""
-
-    def layout(self) -> dict[str, list[list[str]]]:
-        """Return nothing: the buckets follow from the model."""
-        return {}
-
-    def repeat_layout(self, layout: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def detach(self) -> None:
-        """Remove nothing."""

@@ -63,21 +63,21 @@ def check_observers(observers: object) -> list[StepObserver]:
 
 def observers_from_env() -> list[StepObserver]:
     """Make the observers that LACONIC_OBSERVERS names, as "module:function" separated by commas."""
-    made = [make(text.strip()) for text in os.environ.get(VARIABLE, "").split(",") if text.strip()]
-    return [observer for observer in made if observer is not None]
-
-
-def make(text: str) -> StepObserver | None:
-    """Make the observer that "module:function" returns."""
-    module, _, function = text.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{VARIABLE}={text!r}: {error}. Write module:function, separated by commas; the function takes no "
-            "argument and returns a laconic.StepObserver, or None."
-        ) from error
-    observer = factory()
-    if observer is not None and not isinstance(observer, StepObserver):
-        raise ValueError(f"{VARIABLE}={text!r}: it returned {observer!r}, which is no laconic.StepObserver, nor None.")
-    return observer
+    made: list[StepObserver] = []
+    for text in filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(","))):
+        module, _, function = text.partition(":")
+        try:
+            factory = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"{VARIABLE}={text!r}: {error}. Write module:function, separated by commas; the function takes no "
+                "argument and returns a laconic.StepObserver, or None."
+            ) from error
+        observer = factory()
+        if isinstance(observer, StepObserver):
+            made.append(observer)
+        elif observer is not None:
+            raise ValueError(
+                f"{VARIABLE}={text!r}: it returned {observer!r}, which is no laconic.StepObserver, nor None."
+            )
+    return made

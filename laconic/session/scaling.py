@@ -23,7 +23,7 @@ from laconic.session.foreign import report_step
 from laconic.session.live_model import LiveModel, local_of
 from laconic.torch_private import steps
 from laconic.torch_private.foreach import divide_all, multiply_all
-from laconic.torch_private.steps import always_call, call_as_before, is_nested_step, scale_of
+from laconic.torch_private.steps import scale_of
 from laconic.values import is_number
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -39,46 +39,12 @@ class ScaledSteps:
         self.optimizer = optimizer
         self._wrapper = wrapper
         self._skipped = False
-        self._native = steps.skips_itself(optimizer)
+        self.native = steps.skips_itself(optimizer)
+        """Whether it skips a step itself where a tensor says so. GradScalers call the others by `always_call`."""
         self.may_nest = steps.may_nest(optimizer)
         self._removed: list[tuple[Tensor, Tensor]] = []
         self._flag: Tensor | None = None
         self._begun = False
-
-    def is_nested(self) -> bool:
-        """Return, in a step hook, whether this step runs inside another of the same optimizer: it counts once."""
-        return self.may_nest and is_nested_step(self.optimizer)
-
-    def declare(self) -> ScaledSteps:
-        """Let GradScalers call every step of the optimizer: the caller runs `begin_step` and `end_step`."""
-        if not self._native:
-            always_call(self.optimizer)
-        return self
-
-    def remove(self) -> None:
-        """Take `declare` back."""
-        if not self._native:
-            call_as_before(self.optimizer)
-
-    def __enter__(self) -> ScaledSteps:
-        self._hooks = [
-            self.optimizer.register_step_pre_hook(self._before),
-            self.optimizer.register_step_post_hook(self._after),
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        steps.forget_scaling(self.optimizer)
-
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.is_nested():
-            self.begin_step()
-
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.is_nested():
-            self.end_step()
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -89,20 +55,19 @@ class ScaledSteps:
         """Divide the gradients by the loss scale, unless that is done: workers may have different scales."""
         scale = self.loss_scale
         if scale is not None:
-            divide_all([p.grad for p in self._with_gradient() if p.grad is not None], scale)
+            divide_all([grad for _, grad in self._with_gradient()], scale)
             steps.clear_loss_scale(self.optimizer)
 
     def skip_step(self) -> None:
         """Let the step that is about to begin change nothing."""
         self._skipped = True
-        for p in self._with_gradient():
-            assert p.grad is not None
-            self._removed.append((p, p.grad))
+        for p, grad in self._with_gradient():
+            self._removed.append((p, grad))
             p.grad = None
 
     def skip_step_if(self, flag: Tensor) -> None:
         """Let the step that is about to begin change nothing if the flag is 1.0, without waiting for it."""
-        assert self._native
+        assert self.native
         self._flag = flag
         steps.set_found_inf(self.optimizer, flag)
 
@@ -116,15 +81,15 @@ class ScaledSteps:
         """Set `found_inf` from the averaged gradients, which are the same on every worker."""
         if steps.found_inf(self.optimizer) is None:
             return
-        grads = [p.grad for p in self._with_gradient() if p.grad is not None]
-        if grads:
-            finite = torch.stack([g.sum() for g in grads]).isfinite().all()
+        sums = [grad.sum() for _, grad in self._with_gradient()]
+        if sums:
+            finite = torch.stack(sums).isfinite().all()
             steps.set_found_inf(self.optimizer, (~finite).to(torch.float32))
 
     def begin_step(self) -> None:
         """Skip the update if the GradScaler has found an overflow."""
         self._begun = True
-        if self._native:
+        if self.native:
             return
         found = steps.found_inf(self.optimizer)
         if found is None:
@@ -141,7 +106,8 @@ class ScaledSteps:
                 f"{type(self.optimizer).__name__}.step(closure) has not called its closure, in which gradients are "
                 "averaged and checked. Compute them before: call closure(), then optimizer.step()."
             )
-        report_step(self._wrapper, self._skipped)
+        if self._wrapper is not None:
+            report_step(self._wrapper, self._skipped)
         self._begun = self._skipped = False
         if self._removed:
             for p, grad in self._removed:
@@ -156,8 +122,8 @@ class ScaledSteps:
         for group in self.optimizer.param_groups:
             yield from group["params"]
 
-    def _with_gradient(self) -> list[Tensor]:
-        return [p for p in self.parameters() if p.grad is not None]
+    def _with_gradient(self) -> list[tuple[Tensor, Tensor]]:
+        return [(p, p.grad) for p in self.parameters() if p.grad is not None]
 
 
 class LossScale:
@@ -170,16 +136,12 @@ class LossScale:
     def __init__(self, scaler: GradScaler, live: LiveModel) -> None:
         self._scaler = scaler
         self._live = live
-        self._due = True
-
-    def begin_step(self) -> None:
-        """Look at the scale before the next exchange: it changes between steps."""
-        self._due = True
+        self.due = True
+        """Whether the next exchange is the first of its step: the scale changes between steps."""
 
     def rescale(self) -> None:
         """Bring the residuals to the scale of now, before the first exchange of a step."""
-        now = scale_of(self._scaler) if self._due else None
-        self._due = False
+        now, self.due = scale_of(self._scaler), False
         if now is None:
             return
         kept = self._live.state.setdefault("loss_scale", {})  # saved with the residuals, dropped with them
@@ -216,34 +178,30 @@ class Clipping:
         """Scale the gradients of an optimizer down to the norm, without waiting for the device."""
         if self.clip_norm is None:
             return
-        grads = [_dense(p) for p in optimizer.parameters() if p.grad is not None]
+        # 1. the gradients; of a sparse one its numbers, in their own memory
+        grads: list[Tensor] = []
+        for p in optimizer.parameters():
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.coalesce()
+                grads.append(p.grad.values())
+            elif p.grad is not None:
+                grads.append(p.grad)
         if not grads:
             return
-        norm = _whole(torch.nn.utils.get_total_norm(grads))
+        # 2. their norm, over all shards
+        norm = torch.nn.utils.get_total_norm(grads)
+        sharding = sys.modules.get("torch.distributed.tensor")
+        if sharding is not None and isinstance(norm, sharding.DTensor):
+            norm = norm.full_tensor()
         if optimizer.loss_scale is not None:
             norm = norm / optimizer.loss_scale.to(norm.device)
+        # 3. scaled down
         factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         by_device: dict[torch.device, list[Tensor]] = {}
         for g in map(local_of, grads):
             by_device.setdefault(g.device, []).append(g)
         for device, tensors in by_device.items():
             multiply_all(tensors, factor.to(device))
-
-
-def _dense(p: Tensor) -> Tensor:
-    """Return the gradient, or the numbers of a sparse one, in their own memory."""
-    grad = p.grad
-    assert grad is not None
-    if not grad.is_sparse:
-        return grad
-    p.grad = grad.coalesce()
-    return p.grad.values()
-
-
-def _whole(norm: Tensor) -> Tensor:
-    """Return the norm over all shards."""
-    sharding = sys.modules.get("torch.distributed.tensor")
-    return norm.full_tensor() if sharding is not None and isinstance(norm, sharding.DTensor) else norm
 
 
 def run_when_ready(args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[int], None]) -> Arguments | None:

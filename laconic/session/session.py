@@ -35,16 +35,15 @@ from laconic.ledger import Ledger
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Quadratic, Sync, SyncClock, Timed
 from laconic.plans.text import plan as parse_plan
-from laconic.session.counts import Counts
 from laconic.session.foreign import OtherOptimizers, check_first_step, optimizer_inside, warn_of_lost_state
 from laconic.session.gradients import GradientAverager, GradientPath, carry_residuals
-from laconic.session.live_model import facts_of_model
-from laconic.session.metrics import Health, Reported, samples
+from laconic.session.live_model import Commit, facts_of_model
+from laconic.session.metrics import Health, Reported, metrics_of
 from laconic.session.observers import StepObserver, Validation
-from laconic.session.rounds import Rounds, check_rounds
 from laconic.session.scaling import Arguments, Clipping, ScaledSteps, run_when_ready
-from laconic.session.stop import StepHeaders
-from laconic.session.weights import Commit, WeightSync, check_choices
+from laconic.session.step_headers import Counts, Rounds, StepHeaders, check_rounds
+from laconic.session.weights import WeightSync, check_choices
+from laconic.torch_private.steps import always_call, call_as_before, is_nested_step
 
 
 class Stateful(Protocol):
@@ -183,7 +182,7 @@ class Session:
     @property
     def in_flight(self) -> bool:
         """Whether a fragment was sent and has not taken effect yet."""
-        return self._weights.in_flight
+        return bool(self._weights.in_flight)
 
     @property
     def can_regroup(self) -> bool:
@@ -210,7 +209,7 @@ class Session:
     @nonfinite.setter
     def nonfinite(self, policy: NonFinite) -> None:
         check_policy(policy)
-        self._averager.check.policy = self._weights.nonfinite = policy
+        self._averager.check.policy = policy
 
     @property
     def verify_every(self) -> int | None:
@@ -284,7 +283,7 @@ class Session:
 
     def metrics(self) -> dict[str, float]:
         """Return this worker's metrics (docs/metrics.md). Sends nothing; may wait for a GPU, so not at every step."""
-        return {each.key: each.value for each in samples(self)}
+        return metrics_of(self)
 
     def stop_on(self, *signals: signal.Signals, every_s: float = 0.5) -> None:
         """Stop on these signals, by default SIGTERM. Every worker calls it, before the first step.
@@ -332,7 +331,8 @@ class Session:
                 self._average_weights(optimizers=False, force=True)
             self._weights.apply_residuals()
         self._average_weights(optimizers=gradients, force=lagging)
-        self._averager.equalise_loss_scale()
+        if self._averager.scale is not None:  # scaled gradients are averaged
+            self._averager.scale.equalise(self._levels.world)
         # 3. the new plan, with the state that it can use
         self.plan, self.given, self._clock = plan, given, clock
         self.step, self._headers.rounds = step, Rounds(progress=step) if isinstance(plan.schedule, Timed) else None
@@ -478,9 +478,9 @@ class Session:
             )
         self._levels.abandon()
         levels = self._levels.regrouped(self.plan.levels, group)
-        self._levels = self._weights.levels = self._averager.levels = levels
+        self._levels = self._averager.levels = levels
         self._averager.check.forget()  # of a step that failed half-way
-        self._weights.drop_in_flight()
+        self._weights.in_flight = []
         self._divergence = DivergenceCheck(self._divergence.every)  # it counts: from now on the same on all workers
         self._restart()
 
@@ -499,8 +499,10 @@ class Session:
         try:
             self._path.install()
             for each in self._scaled:
+                if not each.native:
+                    always_call(each.optimizer)
+                    self._removals.append(partial(call_as_before, each.optimizer))
                 self._removals += [
-                    each.declare().remove,
                     each.optimizer.register_step_pre_hook(partial(self._before_step, each)).remove,
                     each.optimizer.register_step_post_hook(partial(self._after_step, each)).remove,
                 ]
@@ -511,7 +513,7 @@ class Session:
             raise
 
     def _before_step(self, scaled: ScaledSteps, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
-        if scaled.may_nest and scaled.is_nested():
+        if scaled.may_nest and is_nested_step(optimizer):  # it counts once
             return None
         if len(args) > 1 or kwargs:  # perhaps a closure: gradients are ready at its end
             return run_when_ready(args, kwargs, partial(self._ready, scaled))
@@ -533,7 +535,7 @@ class Session:
         self._clipping.clip(scaled)
 
     def _after_step(self, scaled: ScaledSteps, optimizer: Optimizer, *_: object) -> None:
-        if scaled.may_nest and scaled.is_nested():
+        if scaled.may_nest and is_nested_step(optimizer):
             return
         scaled.end_step()
         self._waiting.remove(scaled)
@@ -556,7 +558,8 @@ class Session:
                 break
         gradient = self._gradient
         self._headers.begin_step(self.plan, number, gradient is not None and gradient.level is None)
-        self._path.begin_step(gradient, None if gradient is None else self.plan.codec_of(gradient, number))
+        self._averager.begin_step(gradient, None if gradient is None else self.plan.codec_of(gradient, number))
+        self._path.begin_step(gradient)
 
     def _restart(self) -> None:
         """Prepare the next step after something else than a step: observers learn it first."""
@@ -581,7 +584,12 @@ class Session:
                 warn_of_lost_state(self.plan, self.optimizers, self._levels.world)
             self._first = False
         if scaled not in self._waiting:
-            raise RuntimeError(_stepped_twice(scaled, self._waiting))
+            others = ", ".join(type(each.optimizer).__name__ for each in self._waiting)
+            raise RuntimeError(
+                f"{type(scaled.optimizer).__name__} steps twice, and {others} has not stepped yet: a step is over when "
+                "each optimizer that attach was given has stepped once. For parts of a model that step at different "
+                "rates, attach a session to each: attach(plan, model.part, optimizer)."
+            )
         # 2. the beginning of a round: where deltas start from, and the learning rate that its length may follow
         first = self._clock.since == self.step
         if self.plan.needs_anchor and self.step + 1 >= self.plan.schedule.start:
@@ -632,7 +640,8 @@ class Session:
         if self._headers.rounds is not None and self.synced:
             if self._gradient is not None:
                 self._headers.rounds.progress = self.step
-            self._headers.rounds.begin()
+            self._headers.rounds.taken = 0
+            self._headers.rounds.restart_clock()
         self._prepare()
         for observer in self._observers:
             observer.after_step(self)
@@ -667,15 +676,11 @@ class Session:
                 )
             check.forget()  # the GradScaler decides
         elif check.late:
-            flag = check.nonfinite_flag(queue, self._gradients, self._headers.step)
+            flag = check.nonfinite_flag(queue, self._live.gradients, self._headers.step)
             if flag is not None:
                 self._void = flag if self._void is False else torch.maximum(flag, torch.as_tensor(self._void))
         else:
-            self._void = check.has_nonfinite(queue, self._gradients, self._headers.step)
-
-    def _gradients(self) -> dict[str, Tensor | None]:
-        grads = self._live.gradients()
-        return {name: g.to_dense() if g is not None and g.is_sparse else g for name, g in grads.items()}
+            self._void = check.has_nonfinite(queue, self._live.gradients, self._headers.step)
 
     def _compare_weights(self, shared: Mapping[str, Tensor], every_step: bool = False) -> None:
         """Compare what all workers must hold alike, if a comparison is due."""
@@ -705,12 +710,3 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session {self.plan!r} at step {self.step}, {self.workers} workers>"
-
-
-def _stepped_twice(scaled: ScaledSteps, waiting: Sequence[ScaledSteps]) -> str:
-    name, others = type(scaled.optimizer).__name__, ", ".join(type(each.optimizer).__name__ for each in waiting)
-    return (
-        f"{name} steps twice, and {others} has not stepped yet: a step is over when each optimizer that attach was "
-        "given has stepped once. For parts of a model that step at different rates, attach a session to each: "
-        "attach(plan, model.part, optimizer)."
-    )

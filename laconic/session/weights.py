@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -22,26 +22,23 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from laconic.checks.finite import NonFinite, scale_without
+from laconic.checks.finite import scale_without
 from laconic.checks.headers import exchange_headers
-from laconic.codecs import Codec
 from laconic.codecs.feedback import residuals_by_name
 from laconic.comm.averaging import write
-from laconic.comm.groups import Levels
 from laconic.comm.queue import CollectiveQueue
 from laconic.exchange import Averaged, Exchange, all_finite, by_itself
 from laconic.packing import in_buckets, in_fragments, wide_dtype
 from laconic.plans.outer import Outer
 from laconic.plans.plan import Plan
 from laconic.plans.schedules import Payload, Streaming, Sync
-from laconic.session.counts import Counts
-from laconic.session.live_model import LiveModel, copied, flat, same_tensors
-from laconic.session.stop import StepHeaders
+from laconic.session.gradients import GradientAverager
+from laconic.session.live_model import Commit, copied, flat, same_tensors
+from laconic.session.step_headers import StepHeaders
 from laconic.torch_private.foreach import multiply_all, zero_all
 
 logger = logging.getLogger(__name__)
 
-Commit: TypeAlias = Literal["streaming", "atomic"]
 Anchors: TypeAlias = Literal["device", "cpu"]
 
 
@@ -94,44 +91,33 @@ def check_choices(commit: object, anchors: object = "device") -> None:
 class WeightSync:
     """Synchronises the weights of one model, and what belongs to them: buffers and moments."""
 
-    def __init__(
-        self,
-        live: LiveModel,
-        levels: Levels,
-        commit: Commit,
-        anchors: Anchors,
-        nonfinite: NonFinite,
-        chosen: Callable[[Codec, CollectiveQueue], Codec],
-        counts: Counts | None = None,
-    ) -> None:
-        self.live = live
-        self.levels = levels
+    def __init__(self, averager: GradientAverager, commit: Commit, anchors: Anchors) -> None:
+        self.live, self._counts = averager.live, averager.counts
+        self._averager = averager
+        """What weights and gradients have in common: the groups, which codec runs, the policy for NaN and Inf."""
         self.commit: Commit = commit
-        self.nonfinite: NonFinite = nonfinite
         self._anchors: Anchors = anchors
-        self._chosen = chosen
-        self._counts = counts
         self._anchor: dict[str, Tensor] | None = None
         """By name, in fp32 or wider; None until the first step of a plan that needs it."""
         self._is_current = False
         """Whether the last synchronisation set the weights to the anchor, and no step was taken since."""
-        self._in_flight: list[Fragment] = []
+        self.in_flight: list[Fragment] = []
         """Fragments that were sent and have not taken effect, oldest first."""
         self._fragments: dict[tuple[int, int], list[list[str]]] = {}
         """The names in each fragment, by the number of fragments and the digest of the model's facts."""
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether a fragment was sent and has not taken effect."""
-        return bool(self._in_flight)
-
     def begin_step(self, first: bool) -> None:
         """Take the anchor before the first step, and again if other code has changed the weights after a round."""
-        if self._anchor is None:
-            self._take_anchor()
-        elif first and self._is_current and not self._anchor_equals_weights():
+        changed = False
+        if self._anchor is not None and first and self._is_current:
+            self.live.refresh()
+            pairs = [(self._anchor[name], p) for name, p in self.live.params.items() if name in self._anchor]
+            changed = any((a.to(p.device, p.dtype) != p).any().cpu() for a, p in pairs)
+        if changed:
             logger.warning("Weights have changed since they were synchronised: deltas start from those of now.")
-            self._take_anchor()
+        if changed or self._anchor is None:
+            self.live.refresh()
+            self._anchor = self._wide_copies(self.live.params)
         self._is_current = False
 
     def sync(self, plan: Plan, sync: Sync, headers: StepHeaders) -> dict[str, Tensor]:
@@ -139,26 +125,27 @@ class WeightSync:
 
         Return what all workers of its level must now hold alike: of a fragment with a delay, nothing yet.
         """
-        live, queue = self.live, self.levels[sync.level]
+        live, levels = self.live, self._averager.levels
+        queue = levels[sync.level]
         live.refresh()
         # 1. Who takes part: the parameters of this fragment; with the first one, buffers and moments.
-        names = self._names(plan, sync)
+        names = list(live.params) if sync.fragment is None else self._names(plan, sync.fragment)
         first = sync.fragment in (None, 0)
         anchored = plan.needs_anchor and plan.is_outermost(sync)
         buffers = dict(live.buffers) if first and plan.buffers == "average" else {}
         moments = live.moments() if first and plan.optimizer_state == "average" else {}
         leads = first and plan.buffers == "leader" and queue.workers > 1
-        with_anchor = {name for name in live.params if self._has_anchor(name)} if anchored else set()
+        with_anchor = self._with_anchor() if anchored else set()
         # 2. Headers: stop at a worker that is out of step, and find whose numbers are finite. Only what may be sent
         # is looked at: NaN in another fragment is in all of them after one more step.
-        extra = {**buffers, **flat(moments)}
+        extra = buffers | flat(moments) if moments else buffers
         elsewhere = with_anchor.difference(names)
         sent = {name: p for name, p in live.params.items() if name not in elsewhere}
         sent |= extra | (live.buffers if leads else {})
         count = None if self._counts is None else self._counts.of_weights(plan, sync)
         contributors = self._exchange_headers(queue, sent, extra, headers, anchored, count)
         among = names if all(contributors.finite) else live.params
-        common = live.common_moments(queue, moments, reset_others=contributors.excluded)
+        common = live.common_moments(queue, moments, reset_others=contributors.excluded) if moments else {}
         deltas = [name for name in names if name in with_anchor]
         exact = {name: live.params[name] for name in among if name not in with_anchor}
         # 3. to 6. What has an anchor travels as deltas, through the plan's codec.
@@ -169,15 +156,15 @@ class WeightSync:
             self._is_current = sync.fragment is None
             self._run(plan, queue, deltas, contributors)
         # What has none is averaged exactly: weights of plans without an anchor, new parameters, buffers, moments.
-        self._average(queue, {**exact, **buffers, **common}, contributors)
-        if anchored:
-            self._add_to_anchor(exact)
+        live.average(queue, {**exact, **buffers, **common}, self.commit, contributors.shares, contributors.scale)
+        if anchored and self._anchor is not None:
+            self._anchor |= self._wide_copies(exact)  # all workers share these now
         if leads:
             worker = contributors.finite.index(True)
-            live.take_from(worker, queue, live.all_buffers, Payload.WEIGHTS, self.commit == "atomic")
+            live.take_from(worker, queue, live.all_buffers, Payload.WEIGHTS, self.commit)
         if plan.optimizer_state == "reset":
             live.reset_optimizers([*deltas, *exact])
-        if queue is self.levels.world:
+        if queue is levels.world:
             live.mark_synced([*deltas, *exact])
         if self._counts is not None:
             self._counts.synced(plan, sync)
@@ -187,7 +174,7 @@ class WeightSync:
 
     def average_all(self, plan: Plan, headers: StepHeaders, optimizers: bool) -> None:
         """Average all weights and buffers exactly, whatever the plan, and the moments of the optimizers if asked."""
-        live, world = self.live, self.levels.world
+        live, world = self.live, self._averager.levels.world
         live.refresh()
         moments = live.moments() if optimizers else {}
         extra = {**live.buffers, **flat(moments)}
@@ -195,7 +182,8 @@ class WeightSync:
         sent = {**live.params, **extra}
         contributors = self._exchange_headers(world, sent, extra, headers, anchored=False, count=count)
         common = live.common_moments(world, moments, reset_others=True)
-        self._average(world, {**live.params, **live.buffers, **common}, contributors)
+        averaged = {**live.params, **live.buffers, **common}
+        live.average(world, averaged, self.commit, contributors.shares, contributors.scale)
         if optimizers:
             live.equal_counters(world)
         live.mark_synced(live.params)
@@ -204,20 +192,19 @@ class WeightSync:
 
     # 1. Who takes part
 
-    def _names(self, plan: Plan, sync: Sync) -> list[str]:
-        if sync.fragment is None:
-            return list(self.live.params)
+    def _names(self, plan: Plan, fragment: int) -> list[str]:
         key = (plan.schedule.fragments, self.live.facts.digest)
         if key not in self._fragments:  # by whole sizes: shards may be uneven
             self._fragments[key] = in_fragments(self.live.originals, plan.schedule.fragments)
-        return self._fragments[key][sync.fragment]
+        return self._fragments[key][fragment]
 
     def _shared(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return what all workers hold alike of a fragment that took effect: the weights may have local steps in them.
 
         That is the anchor, or the weights where there is none.
         """
-        held = self.live.params | {name: a for name, a in (self._anchor or {}).items() if self._has_anchor(name)}
+        anchor, with_anchor = self._anchor or {}, self._with_anchor()
+        held = {name: anchor[name] if name in with_anchor else p for name, p in self.live.params.items()}
         return {name: held[name] for name in names if name in held}
 
     # 2. Headers
@@ -236,19 +223,18 @@ class WeightSync:
         A worker whose are not goes back to the anchor, and contributes no delta. Without an anchor it contributes
         zeros. The means are scaled up for it, unless they are weighted: then it weighs 0.
         """
-        live = self.live
+        live, levels, policy = self.live, self._averager.levels, self._averager.check.policy
         looked_at = {name: t for name, t in sent.items() if name not in live.nonfinite_by_design}
-        finite = self.nonfinite == "ignore" or bool(all_finite(looked_at))
-        shards = self.levels.shards
-        received = exchange_headers(queue, headers.header(finite=finite, count=count), shards)
-        headers.received(received, among_all=queue is self.levels.world)
+        finite = policy == "ignore" or bool(all_finite(looked_at))
+        received = exchange_headers(queue, headers.header(finite=finite, count=count), levels.shards)
+        headers.received(received, among_all=queue is levels.world)
         plain = received.all[0].count is None
         weighed = None if plain else received.shares
         share = 1.0 if weighed is None else weighed[queue.peers.rank]
         if all(received.finite):
             return Contributors(received.finite, shares=weighed, share=share)
-        each = "worker" if shards is None else "replica"
-        scale = scale_without(queue, received.finite, f"{received.all[0].when}, weights", self.nonfinite, each)
+        each = "worker" if levels.shards is None else "replica"
+        scale = scale_without(queue, received.finite, f"{received.all[0].when}, weights", policy, each)
         excluded = not received.finite[queue.peers.rank]  # also if only another shard of this replica is not finite
         if excluded:
             zero_all([*live.params.values(), *extra.values()])
@@ -271,49 +257,38 @@ class WeightSync:
             multiply_all(list(deltas.values()), contributors.share)
         return deltas
 
-    def _buckets(self, names: Iterable[str]) -> list[list[str]]:
-        return in_buckets({name: self.live.params[name] for name in names})
-
     # 4. Exchange
 
     def _run(self, plan: Plan, queue: CollectiveQueue, names: Iterable[str], contributors: Contributors) -> None:
         """Average deltas, and let them take effect: each bucket when it has arrived, or all after the last."""
-        atomic, codec, state = self.commit == "atomic", self._chosen(plan.codec, queue), self.live.state["weights"]
-        ends: list[Averaged] = []
+        codec, state = self._averager.chosen(plan.codec, queue), self.live.state["weights"]
+        atomic = self.commit == "atomic"
+        mix = plan.schedule.mix if isinstance(plan.schedule, Streaming) else None
+        means: list[dict[str, Tensor]] = []
 
-        def exchange(bucket: list[str]) -> Exchange[Averaged]:
+        def exchange(bucket: list[str]) -> Exchange[None]:
             deltas = self._deltas(bucket, contributors)
             # Not in their memory where "atomic" may still need the old residuals.
             end = yield from by_itself(codec.average(deltas, state, queue.peers, reuse=not atomic))
-            if atomic:
-                ends.append(end)
+            if not bool(end.finite()):  # no worker moves: the synchronisation has no effect, the same on all
+                self._is_current = False
+            elif atomic:
+                means.append(_scaled(end.mean, contributors.scale))
             else:
-                self._outer_step(plan, end, contributors.scale)
-            return end
+                self._move(plan.outer, _scaled(end.mean, contributors.scale), mix or 0.0)
 
         before = same_tensors(state) if atomic else None
+        buckets = in_buckets({name: self.live.params[name] for name in names})
         try:
-            queue.run_all([exchange(bucket) for bucket in self._buckets(names)], Payload.WEIGHTS)
+            queue.run_all([exchange(bucket) for bucket in buckets], Payload.WEIGHTS)
         except BaseException:
             if before is not None:
                 self.live.state["weights"] = before
             raise
-        for end in ends:
-            self._outer_step(plan, end, contributors.scale)
-
-    def _average(self, queue: CollectiveQueue, tensors: Mapping[str, Tensor], contributors: Contributors) -> None:
-        self.live.average(queue, tensors, self.commit == "atomic", contributors.shares)
-        if contributors.scale != 1 and tensors:
-            multiply_all(list(tensors.values()), contributors.scale)
+        for mean in means:
+            self._move(plan.outer, mean, mix or 0.0)  # without a delay, None adds no steps
 
     # 5. Outer step
-
-    def _outer_step(self, plan: Plan, end: Averaged, scale: float) -> None:
-        if bool(end.finite()):
-            mix = plan.schedule.mix if isinstance(plan.schedule, Streaming) else None
-            self._move(plan.outer, _scaled(end.mean, scale), mix or 0.0)  # without a delay, None adds no steps
-        else:  # no worker moves: the synchronisation has no effect, the same on all
-            self._is_current = False
 
     @torch.no_grad()
     def _move(
@@ -352,11 +327,12 @@ class WeightSync:
     ) -> None:
         """Send a fragment; its means are kept until it is due."""
         assert isinstance(plan.schedule, Streaming)
-        own = self._own(names if plan.schedule.mix is None else ())
+        params = self.live.params
+        own = {name: params[name].detach().clone() for name in names} if plan.schedule.mix is None else {}
         fragment = Fragment(names, step + plan.schedule.delay, own)
-        self._in_flight.append(fragment)
+        self.in_flight.append(fragment)
         # As they are now: another state may be loaded before the queue's thread comes to this exchange.
-        chosen, state = self._chosen(plan.codec, queue), self.live.state["weights"]
+        chosen, state = self._averager.chosen(plan.codec, queue), self.live.state["weights"]
 
         def exchange(deltas: Mapping[str, Tensor]) -> Exchange[Averaged]:
             end = yield from by_itself(chosen.average(deltas, state, queue.peers, reuse=True))
@@ -365,7 +341,8 @@ class WeightSync:
             return end
 
         with torch.no_grad():
-            snapshots = [self._deltas(bucket, contributors) for bucket in self._buckets(names)]
+            buckets = in_buckets({name: params[name] for name in names})
+            snapshots = [self._deltas(bucket, contributors) for bucket in buckets]
         nothing = torch.empty(0)
         fragment.futures = [queue.submit(exchange(each), Payload.WEIGHTS, nothing) for each in snapshots]
         queue.flush(waits=False)
@@ -373,64 +350,44 @@ class WeightSync:
     def settle(self, plan: Plan, step: int) -> dict[str, Tensor]:
         """Let fragments that are due by `step` take effect; return what all workers must now hold alike of them."""
         shared: dict[str, Tensor] = {}
-        while self._in_flight and self._in_flight[0].due <= step:
+        while self.in_flight and self.in_flight[0].due <= step:
             assert isinstance(plan.schedule, Streaming)
             self.live.refresh()
-            oldest, since_s = self._in_flight[0], time.perf_counter()
+            oldest, since_s = self.in_flight[0], time.perf_counter()
             means = oldest.wait()
-            self.levels.world.ledger.add_wait(since_s)
+            self._averager.levels.world.ledger.add_wait(since_s)
             for mean in means:
                 self._move(plan.outer, mean, plan.schedule.mix, oldest.sent)
             shared |= self._shared(oldest.names)
-            del self._in_flight[0]
+            del self.in_flight[0]
         return shared
-
-    def drop_in_flight(self) -> None:
-        """Drop fragments in flight, without waiting for them."""
-        self._in_flight = []
-
-    def _own(self, names: Iterable[str]) -> dict[str, Tensor]:
-        params = self.live.params
-        return {name: params[name].detach().clone() for name in names if name in params}
 
     # The anchor
 
-    def _take_anchor(self) -> None:
-        self.live.refresh()
-        self._anchor = {}
-        self._add_to_anchor(self.live.params)
+    def _wide_copies(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy parameters as an anchor."""
+        copies: dict[str, Tensor] = {}
+        for name, p in params.items():
+            if self._anchors == "cpu" and p.device.type != "cpu":
+                empty = torch.empty(p.shape, dtype=wide_dtype(p.dtype), pin_memory=p.is_cuda)
+                copies[name] = empty.copy_(p)
+            else:
+                copies[name] = p.to(wide_dtype(p.dtype), copy=True)
+        return copies
 
-    def _add_to_anchor(self, params: Mapping[str, Tensor]) -> None:
-        """Let deltas of these parameters start from their values of now, which all workers share."""
-        assert self._anchor is not None
-        self._anchor |= {name: self._wide_copy(p) for name, p in params.items()}
-
-    def _wide_copy(self, p: Tensor) -> Tensor:
-        wide = wide_dtype(p.dtype)
-        if self._anchors == "cpu" and p.device.type != "cpu":
-            return torch.empty(p.shape, dtype=wide, pin_memory=p.is_cuda).copy_(p)
-        return p.to(wide, copy=True)
-
-    def _has_anchor(self, name: str) -> bool:
-        """Return whether deltas of a parameter are taken: not if it came since the last round, or was frozen."""
-        known = self._anchor is not None and name in self._anchor and name not in self.live.unsynced
-        return known and name in self.live.originals and self.live.originals[name].requires_grad
+    def _with_anchor(self) -> set[str]:
+        """Return the parameters whose deltas are taken: not those that came since the last round, or were frozen."""
+        known = (self._anchor or {}).keys() - self.live.unsynced
+        return {name for name, p in self.live.originals.items() if name in known and p.requires_grad}
 
     @torch.no_grad()
     def _restore_anchor(self) -> None:
         """Set the weights to the anchor. What fragments in flight have moved counts from there."""
-        for name, p in self.live.params.items():
-            if self._has_anchor(name):
-                assert self._anchor is not None
-                p.copy_(self._anchor[name])
-        for fragment in self._in_flight:
-            fragment.sent = self._own(fragment.sent)
-
-    def _anchor_equals_weights(self) -> bool:
-        assert self._anchor is not None
-        self.live.refresh()
-        pairs = [(self._anchor[name], p) for name, p in self.live.params.items() if name in self._anchor]
-        return not any((a.to(p.device, p.dtype) != p).any().cpu() for a, p in pairs)
+        anchor, params = self._anchor or {}, self.live.params
+        for name in self._with_anchor():
+            params[name].copy_(anchor[name])
+        for fragment in self.in_flight:
+            fragment.sent = {name: params[name].detach().clone() for name in fragment.sent if name in params}
 
     @torch.no_grad()
     def apply_residuals(self) -> None:
@@ -444,15 +401,14 @@ class WeightSync:
 
     def forget(self) -> None:
         """Drop the anchor, and fragments in flight, without waiting for them: the next step takes another anchor."""
-        self.drop_in_flight()
-        self._anchor = None
+        self.in_flight, self._anchor = [], None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the anchor, where it is the same on all workers, and fragments in flight. Waits for these."""
         new = self.live.unsynced
         anchor = None if self._anchor is None else {name: a for name, a in self._anchor.items() if name not in new}
         fragments = [
-            {"names": each.names, "due": each.due, "sent": each.sent, "means": each.wait()} for each in self._in_flight
+            {"names": each.names, "due": each.due, "sent": each.sent, "means": each.wait()} for each in self.in_flight
         ]
         return {"anchor": anchor, "in_flight": fragments}
 
@@ -461,10 +417,10 @@ class WeightSync:
         self._is_current, self._anchor = False, None
         if saved["anchor"] is not None:
             self.live.refresh()
-            self._anchor = {name: self._wide_copy(p) for name, p in self.live.params.items() if name in saved["anchor"]}
+            self._anchor = self._wide_copies({n: p for n, p in self.live.params.items() if n in saved["anchor"]})
             write(self._anchor, saved["anchor"])
         devices = self.live.devices
-        self._in_flight = [
+        self.in_flight = [
             Fragment(
                 each["names"], each["due"], copied(each["sent"], devices), [copied(x, devices) for x in each["means"]]
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ def _average(gradients: list[Tensor], states: list[State]) -> Tensor:
     check = NonFiniteCheck("exclude")
     given = [{"w": g.clone()} for g in gradients]
     workers = enumerate(zip(given, states, strict=True))
-    averages = [partial(CODEC.average, g, s, Peers(rank, 2), reuse=True) for rank, (g, s) in workers]
+    averages = [CODEC.average(g, s, Peers(rank, 2), reuse=True) for rank, (g, s) in workers]
     ends = lockstep([check.watch(g, each) for g, each in zip(given, averages, strict=True)])
     return ends[0].mean["w"].double()
 
@@ -60,8 +59,8 @@ def test_finite_workers_that_have_counted_nothing_leave_no_mean(caplog: pytest.L
     given = [{"w": torch.zeros(24, 20)}, {"w": torch.full((24, 20), torch.nan)}]
     exchanges = []
     for rank, share in enumerate((0.0, 2.0)):
-        average = partial(CODEC.average, given[rank], states[rank], Peers(rank, 2), reuse=True)
-        weighed = partial(by_share, given[rank], share, states[rank], average)
+        average = CODEC.average(given[rank], states[rank], Peers(rank, 2), reuse=True)
+        weighed = by_share(given[rank], share, states[rank], average)
         exchanges.append(NonFiniteCheck("exclude").watch(given[rank], weighed, share))
     with caplog.at_level(logging.WARNING, "laconic"):
         ends = lockstep(exchanges)

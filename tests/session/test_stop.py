@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import laconic
 from laconic import checkpoint
-from laconic.session.stop import MOST_STEPS, Stop
+from laconic.session.step_headers import MOST_STEPS, Stop
 from tests.session.models import batch, mlp, weights
 from tests.workers import run_workers
 
@@ -96,7 +96,7 @@ def test_signals_are_for_the_main_thread():
 
 def test_the_pace_of_the_slowest_says_when_to_ask_again(monkeypatch):
     clock = 0.0
-    monkeypatch.setattr("laconic.session.stop.time.monotonic", lambda: clock)
+    monkeypatch.setattr("laconic.session.step_headers.monotonic", lambda: clock)
     stop = Stop(watched=True)
     assert stop.is_due(1) and stop.step_ms(1) == 0
     stop.exchanged(1, 0)

@@ -21,7 +21,7 @@ import laconic
 from laconic import checkpoint
 from laconic.errors import DesyncError, NonFiniteError, PlanError
 from laconic.integrations.worker_files import check_can_save
-from laconic.session import rounds
+from laconic.session import step_headers
 from tests.session.models import assert_equal_bits, batch, mlp, weights
 from tests.workers import WorkerError, run_workers
 
@@ -33,7 +33,7 @@ TAKEN = (10, 5, 3)
 
 @pytest.fixture(autouse=True)
 def _real_clock_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vars(rounds), "monotonic", vars(rounds)["monotonic"])
+    monkeypatch.setitem(vars(step_headers), "monotonic", vars(step_headers)["monotonic"])
 
 
 class Training:
@@ -41,7 +41,7 @@ class Training:
 
     def __init__(self, worker: int, plan: str, kind: str = "bare", **options: Any) -> None:
         self.now_s = 0.0
-        vars(rounds)["monotonic"] = lambda: self.now_s
+        vars(step_headers)["monotonic"] = lambda: self.now_s
         self.worker, self.cost_s, self.weighted = worker, COSTS[worker], options.get("weighted", False)
         self.module = mlp(depth=1)
         self.model: nn.Module = DDP(self.module) if kind == "ddp" else self.module

@@ -9,7 +9,6 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -27,8 +26,8 @@ from laconic.comm.collectives import mean, weighted_mean
 from laconic.comm.lockstep import exact_mean, lockstep
 from laconic.exchange import Averaged, Exchange, Mean, Peers
 from laconic.plans.schedules import Payload
-from laconic.session.counts import Counts
 from laconic.session.gradients import by_share
+from laconic.session.step_headers import Counts
 from laconic.tools.simulate.in_process import gloo_mean
 from tests.laws.codecs import CODECS, FEEDBACK, FEW_BITS, TENSOR_BY_TENSOR, assert_close, each, rounding, subtracts
 from tests.laws.world import World, carried, residuals, same_bits, side_by_side
@@ -176,8 +175,8 @@ def _average(world: World, inputs: Sequence[dict[str, Tensor]], shares: Sequence
     """Average as a session does, in the memory of the inputs."""
     exchanges = []
     for rank, (given, state) in enumerate(zip(inputs, world.states, strict=True)):
-        average = partial(world.codec.average, given, state, Peers(rank, world.workers), reuse=world.reuse)
-        exchanges.append(average() if shares[rank] == 1 else by_share(given, shares[rank], state, average))
+        average = world.codec.average(given, state, Peers(rank, world.workers), reuse=world.reuse)
+        exchanges.append(average if shares[rank] == 1 else by_share(given, shares[rank], state, average))
     return lockstep(exchanges, world.ledger)
 
 
