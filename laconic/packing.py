@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -199,6 +200,25 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(x.isinf(), x, x.clamp(-largest, largest)).to(dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """The rows that one worker owns."""
+
+    rows: Tensor
+    counts: Tensor | None
+    """How many numbers of each are not padding; None where there is none in any row of all workers."""
+    padding: Tensor | None
+    """Where padding is among the numbers of these rows; None if there is none."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRows:
+    """Tensors that are views of rows, [n, row]: what is done to all of them is done in one call."""
+
+    rows: Tensor
+    tensors: dict[str, Tensor]
+
+
 class Shards:
     """The rows of some tensors, and who owns which."""
 
@@ -228,6 +248,30 @@ class Shards:
         self._keys = torch.cat(keys)
         self._lengths = [length for shape in self.shapes.values() for length in (shape.numel(), -shape.numel() % row)]
         """The numbers of each tensor in its rows, and those that pad its last row."""
+        self.kept: KeptRows | None = None
+        """What error feedback keeps of these tensors."""
+        self._owned: dict[int, Owned] = {}
+        self._padding = None if self.counts is None else self._padding_of(self.counts)
+
+    def owned(self, worker: int) -> Owned:
+        """Return the rows that a worker owns."""
+        if worker not in self._owned:
+            rows, counts, padding = self.order[self.starts[worker] : self.starts[worker + 1]], None, None
+            if self.counts is not None:
+                counts = self.counts[rows]
+                padding = self._padding_of(counts)
+            self._owned[worker] = Owned(rows, counts, padding)
+        return self._owned[worker]
+
+    def clear_padding(self, rows: Tensor) -> None:
+        """Set the numbers of all rows that are padding to zero."""
+        if self._padding is not None:
+            rows.view(-1).index_fill_(0, self._padding, 0.0)
+
+    def _padding_of(self, counts: Tensor) -> Tensor | None:
+        """Return where padding is among the numbers of rows of which `counts` numbers each are not padding."""
+        is_padding = torch.arange(self.row, device=counts.device) >= counts[:, None]
+        return is_padding.view(-1).nonzero().view(-1) if counts.device.type != "meta" else None
 
     def keys(self, turn: int | None, worker: int) -> Tensor | None:
         """Return a number for each row that no other row, turn or worker has; None without a turn."""

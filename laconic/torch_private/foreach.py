@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-add_all = torch._foreach_add_
 copy_all = torch._foreach_copy_
 divide_all = torch._foreach_div_
 multiply_all = torch._foreach_mul_
