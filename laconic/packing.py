@@ -288,7 +288,7 @@ class Shards:
 
     def tensors(self, rows: Tensor, like: Tensors) -> dict[str, Tensor]:
         """Undo `rows`: views of it."""
-        pieces = rows.view(-1).split(self._lengths)[::2]
+        pieces = rows.view(-1).split_with_sizes(self._lengths)[::2]
         return {name: piece.view(t.shape) for (name, t), piece in zip(like.items(), pieces, strict=True)}
 
 

@@ -144,8 +144,12 @@ def rows_feedback(
     ok = yield Decide(all_finite({"": means}))
     # 3. the new residual
     if bool(ok):
-        kept.rows.copy_(rows.index_copy_(0, mine, exact.sub_(own_of_mine())))
-        shards.clear_padding(kept.rows)
+        rows.index_copy_(0, mine, exact.sub_(own_of_mine()))
+        if flat is None:
+            shards.clear_padding(rows)
+            kept = shards.kept = KeptRows(rows, shards.tensors(rows, tensors))
+        else:
+            kept.rows.copy_(rows)
         residual.update(kept.tensors)
     # 4. the mean
     if flat is None:

@@ -149,7 +149,7 @@ def _codes(rows: Tensor, bits: int, counts: Tensor | None, noise: Tensor | None)
     """Return the code of each number, in the dtype of the rows, and the step of each row in bf16."""
     magnitudes = rows.abs()
     step = _steps(magnitudes, bits, counts, stochastic=noise is not None)
-    divisors = F.threshold(step.to(rows.dtype), 0.0, 1.0)[:, None]  # rows of zeros are divided by 1
+    divisors = torch.threshold(step.to(rows.dtype), 0.0, 1.0)[:, None]  # rows of zeros are divided by 1
     codes = torch.div(rows, divisors, out=magnitudes).add_(_zero(bits))
     if noise is not None:
         codes += noise
@@ -191,7 +191,7 @@ def _steps(magnitudes: Tensor, bits: int, counts: Tensor | None, stochastic: boo
     else:
         fill = magnitudes.shape[1] if counts is None else counts.to(magnitudes.dtype)[:, None]
         step = magnitudes.div_(fill).sum(1).mul_(_STEP_OF_MEAN[bits])
-    return F.threshold(step.to(torch.bfloat16), _BELOW_TINY, 0.0)
+    return torch.threshold(step.to(torch.bfloat16), _BELOW_TINY, 0.0)
 
 
 def _zero(bits: int) -> float:

@@ -62,7 +62,7 @@ def dense_feedback(
 
 
 def _matrix(t: Tensor) -> Tensor:
-    return t.view(t.shape[0], -1)  # [rows, columns]
+    return t if t.dim() == 2 else t.view(t.shape[0], -1)  # [rows, columns]
 
 
 def _blocks(t: Tensor, matrix: Tensor) -> Sequence[Tensor]:
@@ -119,4 +119,4 @@ def _keep(mean: Mapping[str, Tensor], known: dict[str, Tensor]) -> None:
     """Store factors for the next call; a zero factor, of a matrix without gradient, does not replace an older one."""
     for name, x in mean.items():
         if name not in known or bool(x.any()):
-            known[name] = x.clone()
+            known[name] = x
