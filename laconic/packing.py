@@ -20,6 +20,7 @@ from torch import Tensor
 
 from laconic.exchange import State, Tensors
 from laconic.torch_private.codecs import flatten, unflatten
+from laconic.torch_private.foreach import zero_all
 
 
 def pack(tensors: Tensors, *, alias: bool = False) -> Tensor:
@@ -251,7 +252,6 @@ class Shards:
         self.kept: KeptRows | None = None
         """What error feedback keeps of these tensors."""
         self._owned: dict[int, Owned] = {}
-        self._padding = None if self.counts is None else self._padding_of(self.counts)
 
     def owned(self, worker: int) -> Owned:
         """Return the rows that a worker owns."""
@@ -259,19 +259,15 @@ class Shards:
             rows, counts, padding = self.order[self.starts[worker] : self.starts[worker + 1]], None, None
             if self.counts is not None:
                 counts = self.counts[rows]
-                padding = self._padding_of(counts)
+                is_padding = torch.arange(self.row, device=rows.device) >= counts[:, None]
+                padding = None if rows.device.type == "meta" else is_padding.view(-1).nonzero().view(-1)
             self._owned[worker] = Owned(rows, counts, padding)
         return self._owned[worker]
 
     def clear_padding(self, rows: Tensor) -> None:
         """Set the numbers of all rows that are padding to zero."""
-        if self._padding is not None:
-            rows.view(-1).index_fill_(0, self._padding, 0.0)
-
-    def _padding_of(self, counts: Tensor) -> Tensor | None:
-        """Return where padding is among the numbers of rows of which `counts` numbers each are not padding."""
-        is_padding = torch.arange(self.row, device=counts.device) >= counts[:, None]
-        return is_padding.view(-1).nonzero().view(-1) if counts.device.type != "meta" else None
+        if self.counts is not None:
+            zero_all(list(rows.view(-1).split_with_sizes(self._lengths)[1::2]))
 
     def keys(self, turn: int | None, worker: int) -> Tensor | None:
         """Return a number for each row that no other row, turn or worker has; None without a turn."""

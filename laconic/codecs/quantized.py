@@ -81,8 +81,8 @@ class Quantized:
         if has_row_kernels(rows, rows.dtype, self.block):
             messages = self.encode(rows, counts, None)
             return messages, self.decode(messages, rows.dtype)
-        codes, step = _codes(rows, self.bits, counts, None)
-        return _messages(codes, step, self.bits), codes.sub_(_zero(self.bits)).mul_(step.to(rows.dtype)[:, None])
+        messages, codes, step = _encoded(rows, self.bits, counts, None)
+        return messages, codes.sub_(_zero(self.bits)).mul_(step.to(rows.dtype)[:, None])
 
     def decode(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
         """Decode messages into rows of numbers."""
@@ -141,12 +141,11 @@ def encode_rows(rows: Tensor, bits: int, counts: Tensor | None = None, noise: Te
     `counts` says how many numbers of each row are not padding. `noise` between −½ and ½ makes rounding stochastic: the
     largest magnitude then sets the step, so that nothing is cut.
     """
-    codes, step = _codes(rows, bits, counts, noise)
-    return _messages(codes, step, bits)
+    return _encoded(rows, bits, counts, noise)[0]
 
 
-def _codes(rows: Tensor, bits: int, counts: Tensor | None, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the code of each number, in the dtype of the rows, and the step of each row in bf16."""
+def _encoded(rows: Tensor, bits: int, counts: Tensor | None, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return messages, the code of each number in the dtype of the rows, and the step of each row in bf16."""
     magnitudes = rows.abs()
     step = _steps(magnitudes, bits, counts, stochastic=noise is not None)
     divisors = torch.threshold(step.to(rows.dtype), 0.0, 1.0)[:, None]  # rows of zeros are divided by 1
@@ -156,14 +155,10 @@ def _codes(rows: Tensor, bits: int, counts: Tensor | None, noise: Tensor | None)
     codes.round_().nan_to_num_(_lowest(bits))
     if bits <= 2 or noise is not None:
         codes.clamp_(_lowest(bits), 2**bits - 1)  # else the step is at most 1/256 too small, which is less than a code
-    return codes, step
-
-
-def _messages(codes: Tensor, step: Tensor, bits: int) -> Tensor:
-    """Return messages of codes [n, count] and steps [n]."""
     # On a CPU, straight to uint8 takes four times as long as either.
     narrow = codes.to(torch.int16).to(torch.uint8) if bits == 8 else codes.to(torch.int8)
-    return torch.cat([step[:, None].view(torch.uint8), pack_bits(narrow, bits)], dim=1)
+    messages = torch.cat([step[:, None].view(torch.uint8), pack_bits(narrow, bits)], dim=1)
+    return messages, codes, step
 
 
 def scales(messages: Tensor) -> Tensor:
