@@ -135,7 +135,7 @@ class LowRank:
             flat = yield Mean(pack(own))
             return Averaged(unpack(flat, like=own), lambda: own, lambda: all_finite({"": flat}))
         # Transposed, so that the numbers of a block belong to one column: columns differ in size.
-        turned = {name: x.T for name, x in own.items()}
+        turned = {name: x.T.contiguous() for name, x in own.items()}
         reduced = yield from reduce_in_shards(turned, self.of_factors, factors.state, peers)
         back = {name: x.T for name, x in reduced.mean.items()}
         return Averaged(back, lambda: {name: x.T for name, x in reduced.own().items()}, reduced.finite)

@@ -26,7 +26,8 @@ def orthonormal(x: Tensor) -> Tensor:
     """
     x = x.to(wide_dtype(x.dtype))
     # Divide each column by its largest entry: in fp32 the square of 1e-20 underflows and that of 1e20 overflows.
-    x = x / torch.threshold(x.abs().amax(dim=-2, keepdim=True), 0.0, 1.0)
+    largest = x.abs().amax(dim=-2, keepdim=True)
+    x = x / torch.where(largest > 0, largest, 1.0)
     # Householder reflections are orthogonal for any input, so rank deficiency does no harm. `qr` also computes R.
     is_cpu = x.device.type == "cpu"
     q: Tensor = torch.linalg.householder_product(*torch.geqrf(x)) if is_cpu else torch.linalg.qr(x).Q
