@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from laconic.exchange import State, Tensors
-from laconic.torch_private.foreach import flatten, unflatten
+from laconic.torch_private.foreach import flatten, unflatten, zero_all
 
 
 def pack(tensors: Tensors, *, alias: bool = False) -> Tensor:
@@ -197,6 +198,25 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(x.isinf(), x, x.clamp(-largest, largest)).to(dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """The rows that one worker owns."""
+
+    rows: Tensor
+    counts: Tensor | None
+    """How many numbers of each are not padding; None where there is none in any row of all workers."""
+    padding: Tensor | None
+    """Where padding is among the numbers of these rows; None if there is none."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRows:
+    """Tensors that are views of rows, [n, row]: what is done to all of them is done in one call."""
+
+    rows: Tensor
+    tensors: dict[str, Tensor]
+
+
 class Shards:
     """The rows of some tensors, and who owns which."""
 
@@ -226,6 +246,25 @@ class Shards:
         self._keys = torch.cat(keys)
         self._lengths = [length for shape in self.shapes.values() for length in (shape.numel(), -shape.numel() % row)]
         """The numbers of each tensor in its rows, and those that pad its last row."""
+        self.kept: KeptRows | None = None
+        """What error feedback keeps of these tensors."""
+        self._owned: dict[int, Owned] = {}
+
+    def owned(self, worker: int) -> Owned:
+        """Return the rows that a worker owns."""
+        if worker not in self._owned:
+            rows, counts, padding = self.order[self.starts[worker] : self.starts[worker + 1]], None, None
+            if self.counts is not None:
+                counts = self.counts[rows]
+                is_padding = torch.arange(self.row, device=rows.device) >= counts[:, None]
+                padding = None if rows.device.type == "meta" else is_padding.view(-1).nonzero().view(-1)
+            self._owned[worker] = Owned(rows, counts, padding)
+        return self._owned[worker]
+
+    def clear_padding(self, rows: Tensor) -> None:
+        """Set the numbers of all rows that are padding to zero."""
+        if self.counts is not None:
+            zero_all(list(rows.view(-1).split_with_sizes(self._lengths)[1::2]))
 
     def keys(self, turn: int | None, worker: int) -> Tensor | None:
         """Return a number for each row that no other row, turn or worker has; None without a turn."""
@@ -242,7 +281,7 @@ class Shards:
 
     def tensors(self, rows: Tensor, like: Tensors) -> dict[str, Tensor]:
         """Undo `rows`: views of it."""
-        pieces = rows.view(-1).split(self._lengths)[::2]
+        pieces = rows.view(-1).split_with_sizes(self._lengths)[::2]
         return {name: piece.view(t.shape) for (name, t), piece in zip(like.items(), pieces, strict=True)}
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from laconic.codecs.contract import Codec, check_codec, keep_if
 from laconic.codecs.low_rank import Factors, LowRank
 from laconic.codecs.quantized import Quantized
-from laconic.codecs.shards import reduce_rows
+from laconic.codecs.shards import reduce_messages
 from laconic.exchange import Averaged, Decide, Exchange, Peers, State, Tensors, all_finite
 from laconic.kernels.choose import has_feedback_kernels, has_matrix_kernels
 from laconic.kernels.cpu import dense_feedback
-from laconic.packing import known_shards, narrowed, side_by_side, wide_dtype
-from laconic.torch_private.foreach import add_all, copy_all, multiply_all
+from laconic.packing import KeptRows, Shards, known_shards, narrowed, side_by_side, wide_dtype
+from laconic.torch_private.foreach import copy_all, multiply_all
 from laconic.values import as_code, is_number
 
 T = TypeVar("T")
@@ -129,25 +129,43 @@ def rows_feedback(
     For tensors on the CPU of a wide dtype, none of them empty: there, a call for each tensor costs more than its work.
     """
     shards = known_shards(tensors, codec.row, peers.size, inner)
-    values = list(tensors.values())
-    kept = [residual[name].to(t.dtype) if name in residual else torch.zeros_like(t) for name, t in tensors.items()]
+    kept = _residual_rows(tensors, residual, shards)
     # 1. what is to be sent, [n, row]: gradients plus residuals, in the memory of the gradients if these are rows
-    flat = side_by_side(values) if shards.counts is None else None
-    rows = shards.rows(tensors) if flat is None else flat.view(-1, codec.row)
-    sums = list(shards.tensors(rows, tensors).values()) if flat is None else values
-    add_all(sums, kept)
-    means, own = yield from reduce_rows(rows, shards, codec, peers)
-    # 2. what was not delivered is the new residual
+    flat = side_by_side(tensors.values()) if shards.counts is None else None
+    rows = (shards.rows(tensors) if flat is None else flat.view(-1, codec.row)).add_(kept.rows)
+    sent, decoded = codec.encode_and_decode(rows, shards.counts)
+    # 2. what is not delivered takes its place; of the rows that this worker owns, that is known with the means
+    mine = shards.owned(peers.rank).rows
+    exact = rows.index_select(0, mine)
+    rows.sub_(decoded)
+    del decoded
+    means, own_of_mine = yield from reduce_messages(sent, exact, shards, codec, peers)
     ok = yield Decide(all_finite({"": means}))
+    # 3. the new residual
     if bool(ok):
-        rows.sub_(own())
-        copy_all(kept, sums)
-        residual.update(zip(tensors, kept, strict=True))
-    # 3. the mean
-    rows.copy_(means)
-    if sums is not values:
-        copy_all(values, sums)
+        rows.index_copy_(0, mine, exact.sub_(own_of_mine()))
+        if flat is None:
+            shards.clear_padding(rows)
+            kept = shards.kept = KeptRows(rows, shards.tensors(rows, tensors))
+        else:
+            kept.rows.copy_(rows)
+        residual.update(kept.tensors)
+    # 4. the mean
+    if flat is None:
+        copy_all(list(tensors.values()), list(shards.tensors(means, tensors).values()))
+    else:
+        rows.copy_(means)
     return Averaged(dict(tensors), lambda: dict(tensors), lambda: ok, decided=True)
+
+
+def _residual_rows(tensors: Tensors, residual: dict[str, Tensor], shards: Shards) -> KeptRows:
+    """Return the residuals as rows: those of which they are views already, or a copy."""
+    kept, dtype = shards.kept, next(iter(tensors.values())).dtype
+    if kept is None or kept.rows.dtype != dtype or any(residual.get(n) is not t for n, t in kept.tensors.items()):
+        known = {name: residual[name] if name in residual else torch.zeros_like(t) for name, t in tensors.items()}
+        rows = shards.rows(known).to(dtype)
+        kept = shards.kept = KeptRows(rows, shards.tensors(rows, tensors))
+    return kept
 
 
 def return_to_residual(state: State, delivered: Mapping[str, Tensor], ok: Tensor | None = None) -> bool:

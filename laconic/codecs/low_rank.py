@@ -93,7 +93,7 @@ class LowRank:
         # 2. Q = Mᵀ P, with the mean P, whose columns are orthonormal: P Qᵀ is then the projection of M
         own_q = {name: m.T @ p[name] for name, m in matrices.items()}  # [columns, rank]
         reduced = yield from self.reduce(own_q, factors, peers)
-        q = reduced.mean
+        q = {name: x.contiguous() for name, x in reduced.mean.items()}
         # 3. both are kept for the next call, if the whole step is finite
         ok = yield Decide(all_finite(q))
         if self.warm_start:
@@ -112,7 +112,7 @@ class LowRank:
         own_p = {name: aligned(m) @ q[name] for name, m in even.items()}  # [rows, rank]
         own_q = {name: m.T @ p[name] for name, m in odd.items()}  # [columns, rank]
         reduced = yield from self.reduce(own_p | own_q, factors, peers)
-        mean = reduced.mean
+        mean = {name: x.contiguous() for name, x in reduced.mean.items()}
         # 2. what was averaged is kept, if the whole step is finite
         ok = yield Decide(all_finite(mean))
         mean_p = {name: mean[name] for name in even}
@@ -132,12 +132,12 @@ class LowRank:
     def reduce(self, own: dict[str, Tensor], factors: Factors, peers: Peers) -> Exchange[Averaged]:
         """Average thin factors [rows or columns, rank] over all workers, in few bits if `bits` says so."""
         if self.bits is None:
-            mean = unpack((yield Mean(pack(own))), like=own)
-            return Averaged(mean, lambda: own, lambda: all_finite(mean))
+            flat = yield Mean(pack(own))
+            return Averaged(unpack(flat, like=own), lambda: own, lambda: all_finite({"": flat}))
         # Transposed, so that the numbers of a block belong to one column: columns differ in size.
         turned = {name: x.T.contiguous() for name, x in own.items()}
         reduced = yield from reduce_in_shards(turned, self.of_factors, factors.state, peers)
-        back = {name: x.T.contiguous() for name, x in reduced.mean.items()}
+        back = {name: x.T for name, x in reduced.mean.items()}
         return Averaged(back, lambda: {name: x.T for name, x in reduced.own().items()}, reduced.finite)
 
     @cached_property

@@ -49,38 +49,66 @@ def reduce_in_shards(
     shards = known_shards(tensors, codec.row, peers.size, state)
     means, own = yield from reduce_rows(shards.rows(tensors), shards, codec, peers, turn, of_means)
     mean = shards.tensors(means, tensors)
-    return Averaged(mean, lambda: shards.tensors(own(), tensors), lambda: all_finite(mean))
+    return Averaged(mean, lambda: shards.tensors(own(), tensors), lambda: all_finite({"": means}))
 
 
 def reduce_rows(
     rows: Tensor, shards: Shards, codec: Rows, peers: Peers, turn: int | None = None, of_means: Rows | None = None
 ) -> Exchange[tuple[Tensor, Callable[[], Tensor]]]:
     """Return the means of rows [n, row], and a function that returns what this worker's messages amount to."""
-    worker, workers = peers.rank, peers.size
-    of_means = codec if of_means is None else of_means
-    # 1. All rows are encoded, and each goes to the worker that owns it.
-    mine = shards.order[shards.starts[worker] : shards.starts[worker + 1]]
-    sent = codec.encode(rows, shards.counts, shards.keys(turn, worker))  # [n, bytes]
-    received = yield AllToAll(sent.index_select(0, shards.order), shards.sizes)  # [workers, mine, bytes]
-    parts = codec.decode(received, rows.dtype)  # [workers, mine, row]
-    # 2. The owner averages its rows. Its own numbers it has exactly: it need not use its own message.
-    exact = parts[worker] = rows.index_select(0, mine)  # [mine, row]
-    mean_of_mine = parts.div_(workers).sum(0)
-    counts = None if shards.counts is None else shards.counts[mine]
-    if counts is not None:  # with 2 bits and 1 bit, no code stands for zero: padding is not decoded as zeros
-        mean_of_mine[torch.arange(codec.row, device=rows.device) >= counts[:, None]] = 0
-    # 3. The means are encoded, too, and go to all workers. Shards differ in size, so they are padded to the largest.
-    keys = shards.keys(turn, workers)
-    second = of_means.encode(mean_of_mine, counts, None if keys is None else keys[mine])
-    padded = torch.nn.functional.pad(second, (0, 0, 0, shards.most - len(second)))
-    gathered = yield Gather(padded)  # [workers, most, bytes]
-    means = of_means.decode(gathered.flatten(0, 1).index_select(0, shards.places), rows.dtype)  # [n, row]
+    sent = codec.encode(rows, shards.counts, shards.keys(turn, peers.rank))  # [n, bytes]
+    mine = shards.owned(peers.rank).rows
+    exact = rows.index_select(0, mine)
+    means, own_of_mine = yield from reduce_messages(sent, exact, shards, codec, peers, turn, of_means)
 
     def own() -> Tensor:
-        amount = codec.decode(sent, rows.dtype)
-        # What the second encoding loses counts as lost by the owner alone: times `workers`, as own parts are averaged.
-        lost = means.index_select(0, mine).sub_(mean_of_mine)
-        amount[mine] = lost.mul_(workers).add_(exact)
-        return amount
+        return codec.decode(sent, rows.dtype).index_copy_(0, mine, own_of_mine())
 
     return means, own
+
+
+def reduce_messages(
+    sent: Tensor,
+    exact: Tensor,
+    shards: Shards,
+    codec: Rows,
+    peers: Peers,
+    turn: int | None = None,
+    of_means: Rows | None = None,
+) -> Exchange[tuple[Tensor, Callable[[], Tensor]]]:
+    """Return the means of all rows, `sent` as messages [n, bytes]; `exact` are those that this worker owns.
+
+    And a function that returns what this worker's messages amount to in the rows that it owns: elsewhere it is what
+    they are decoded into.
+    """
+    worker, workers = peers.rank, peers.size
+    of_means = codec if of_means is None else of_means
+    mine = shards.owned(worker)
+    # 1. Each row goes to the worker that owns it.
+    received = yield AllToAll(sent.index_select(0, shards.order), shards.sizes)  # [workers, mine, bytes]
+    # 2. The owner averages its rows. Its own numbers it has exactly: it need not use its own message.
+    mean_of_mine = _mean_of(received, exact, codec, worker)  # [mine, row]
+    if mine.padding is not None:  # with 2 bits and 1 bit, no code stands for zero: padding is not decoded as zeros
+        mean_of_mine.view(-1).index_fill_(0, mine.padding, 0.0)
+    # 3. The means are encoded, too, and go to all workers. Shards differ in size, so they are padded to the largest.
+    keys = shards.keys(turn, workers)
+    second = of_means.encode(mean_of_mine, mine.counts, None if keys is None else keys[mine.rows])
+    if len(second) < shards.most:
+        second = torch.nn.functional.pad(second, (0, 0, 0, shards.most - len(second)))
+    gathered = yield Gather(second)  # [workers, most, bytes]
+    means = of_means.decode(gathered.flatten(0, 1).index_select(0, shards.places), exact.dtype)  # [n, row]
+
+    def own_of_mine() -> Tensor:
+        # What the second encoding loses counts as lost by the owner alone: times `workers`, as own parts are averaged.
+        return means.index_select(0, mine.rows).sub_(mean_of_mine).mul_(workers).add_(exact)
+
+    return means, own_of_mine
+
+
+def _mean_of(received: Tensor, exact: Tensor, codec: Rows, worker: int) -> Tensor:
+    """Return the mean of messages [workers, n, bytes], of which that of `worker` is of rows known exactly."""
+    if len(received) == 2:  # a sum of two has one order, and halves are exact
+        return codec.decode(received[1 - worker], exact.dtype).div_(2).add_(exact, alpha=0.5)
+    parts = codec.decode(received, exact.dtype)
+    parts[worker] = exact
+    return parts.div_(len(received)).sum(0)

@@ -7,13 +7,13 @@ Results do not depend on where a matrix lies in memory, or beside which others: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from laconic.exchange import Averaged, Decide, Exchange, Peers, Tensors, all_finite
+from laconic.exchange import Averaged, Decide, Exchange, Peers, Tensors
 from laconic.kernels.orthonormal import orthonormal_all
 from laconic.packing import aligned, is_aligned
 
@@ -42,37 +42,37 @@ def dense_feedback(
     reduced = yield from codec.reduce(own, factors, peers)
     mean = reduced.mean
 
-    ok = yield Decide(all_finite(mean))
+    ok = yield Decide(reduced.finite())
     keep = bool(ok)
     own = reduced.own() if keep else {}
-    for name in tensors:
-        p, q = (fixed[name], mean[name]) if sends_q else (mean[name], fixed[name])
+    for name, whole in m.items():
+        p, q = (fixed[name], mean[name]) if sends_q else (mean[name].contiguous(), fixed[name])
         sent_p, sent_q = (p, own.get(name, q)) if sends_q else (own.get(name, p), q)
         thin, sent_thin = q.T.contiguous(), sent_q.T.contiguous()  # [rank, columns]
-        for rows in _blocks(m[name]):
+        for x, kept, p_here, sent_here in zip(*(_blocks(t, whole) for t in (whole, e[name], p, sent_p)), strict=True):
             if keep:
-                _low_rank(sent_p[rows], sent_thin, e[name][rows], taken_from=m[name][rows])
-            _low_rank(p[rows], thin, m[name][rows])
+                _low_rank(sent_here, sent_thin, kept, taken_from=x)
+            _low_rank(p_here, thin, x)
     if keep:
         residual.update(old)
         _keep(mean, factors.q if sends_q else factors.p)
-        (factors.p if sends_q else factors.q).update({name: x.clone() for name, x in fixed.items()})
+        (factors.p if sends_q else factors.q).update(fixed)
         factors.advance(tensors)
     return Averaged(dict(tensors), lambda: dict(tensors), lambda: ok, decided=True)
 
 
 def _matrix(t: Tensor) -> Tensor:
-    return t.view(t.shape[0], -1)  # [rows, columns]
+    return t if t.dim() == 2 else t.view(t.shape[0], -1)  # [rows, columns]
 
 
-def _blocks(matrix: Tensor) -> list[slice]:
-    """Return the rows of a matrix in blocks that stay in the cache between two operations.
+def _blocks(t: Tensor, matrix: Tensor) -> Sequence[Tensor]:
+    """Return the rows of `t` in blocks, such that those of `matrix` stay in the cache between two operations.
 
     They are multiples of 16 rows: if the matrix starts at a cache line, so do all of them.
     """
     rows, columns = matrix.shape
     step = rows if matrix.device.type == "cuda" else max(16, _BLOCK // columns // 16 * 16)
-    return [slice(first, first + step) for first in range(0, rows, step)]
+    return [t] if rows <= step else t.split(step)
 
 
 def _known(m: Mapping[str, Tensor], known: Mapping[str, Tensor], codec: LowRank, factors: Factors) -> dict[str, Tensor]:
@@ -86,18 +86,21 @@ def _products(
 ) -> dict[str, Tensor]:
     """Return Q = Mᵀ P, [columns, rank], or P = M Q, [rows, rank]. With `add`, first compute M in the memory of G."""
     products = {}
-    for name, x in m.items():
+    for name, whole in m.items():
         thin = factors[name].T.contiguous()  # [rank, rows or columns], the layout in which products are quick
-        rank = thin.shape[0]
-        product = x.new_zeros(rank, x.shape[1]) if of_q else x.new_empty(x.shape[0], rank)
-        for rows in _blocks(x):
-            if add is not None:
-                x[rows].add_(add[name][rows])
-            if of_q:
-                product.addmm_(thin[:, rows], x[rows])
+        parts = _blocks(thin.T, whole) if of_q else []
+        residuals = [] if add is None else _blocks(add[name], whole)
+        made: list[Tensor] = []
+        for index, x in enumerate(_blocks(whole, whole)):
+            if residuals:
+                x.add_(residuals[index])
+            if not of_q:
+                made.append(torch.mm(aligned(x), thin.T))
+            elif made:
+                made[0].addmm_(parts[index].T, x)
             else:
-                torch.mm(aligned(x[rows]), thin.T, out=product[rows])
-        products[name] = product.T if of_q else product
+                made.append(torch.mm(parts[index].T, x))
+        products[name] = made[0].T if of_q else made[0] if len(made) == 1 else torch.cat(made)
     return products
 
 
@@ -116,4 +119,4 @@ def _keep(mean: Mapping[str, Tensor], known: dict[str, Tensor]) -> None:
     """Store factors for the next call; a zero factor, of a matrix without gradient, does not replace an older one."""
     for name, x in mean.items():
         if name not in known or bool(x.any()):
-            known[name] = x.clone()
+            known[name] = x

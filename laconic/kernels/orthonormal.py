@@ -35,16 +35,19 @@ def orthonormal(x: Tensor) -> Tensor:
 
 
 def orthonormal_all(xs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Apply `orthonormal` to many matrices: on an accelerator with one batched call for each shape.
+    """Apply `orthonormal` to many matrices, in one batched call for each shape.
 
-    On the CPU one by one: in a batch the last bit depends on the neighbours, which change with the layout of buckets.
+    On the CPU one by one, if in a batch not all would begin at a cache line: the last bit depends on that, and so on
+    the neighbours, which change with the layout of buckets.
     """
-    if all(x.device.type == "cpu" for x in xs.values()):
-        return {name: orthonormal(x) for name, x in xs.items()}
     by_shape: dict[torch.Size, list[str]] = {}
     for name, x in xs.items():
         by_shape.setdefault(x.shape, []).append(name)
     done: dict[str, Tensor] = {}
-    for names in by_shape.values():
-        done.update(zip(names, orthonormal(torch.stack([xs[name] for name in names])), strict=True))
+    for shape, names in by_shape.items():
+        some = xs[names[0]]
+        if len(names) > 1 and (some.device.type != "cpu" or shape.numel() * wide_dtype(some.dtype).itemsize % 64 == 0):
+            done.update(zip(names, orthonormal(torch.stack([xs[name] for name in names])).unbind(), strict=True))
+        else:
+            done.update((name, orthonormal(xs[name])) for name in names)
     return {name: done[name] for name in xs}

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-add_all = torch._foreach_add_
 copy_all = torch._foreach_copy_
 divide_all = torch._foreach_div_
 multiply_all = torch._foreach_mul_

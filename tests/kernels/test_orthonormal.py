@@ -109,7 +109,9 @@ def test_many_names_keep_their_order_and_their_matrices() -> None:
         assert torch.equal(done[name], orthonormal(x))
 
 
-def test_one_batched_call_for_all_of_a_shape_but_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_batched_call_for_all_of_a_shape_where_on_the_cpu_all_begin_at_a_cache_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[tuple[int, ...]] = []
     qr, geqrf = torch.linalg.qr, torch.geqrf
 
@@ -125,10 +127,17 @@ def test_one_batched_call_for_all_of_a_shape_but_on_the_cpu(monkeypatch: pytest.
     calls.clear()
     orthonormal_all(layers)
     assert sorted(calls) == [(6, 2), (6, 2), (7, 2), (7, 2)]
+    calls.clear()
+    orthonormal_all({f"layer{i}": normal(16, 1 + i // 3, seed=i) for i in range(6)})
+    assert sorted(calls) == [(3, 16, 1), (3, 16, 2)]
 
 
-def test_the_bits_do_not_depend_on_the_neighbours() -> None:
-    xs = {f"layer{i}": normal(513, 2, seed=i) for i in range(6)}
+@pytest.mark.parametrize("shape", [(513, 2), (512, 2), (128, 7), (16, 1), (720, 32), (48, 48)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_the_bits_do_not_depend_on_the_neighbours(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    xs = {f"layer{i}": normal(*shape, seed=i).to(dtype) * 1000.0 ** (i - 2) for i in range(5)} | {
+        "zero": torch.zeros(shape, dtype=dtype)
+    }
     for name, x in orthonormal_all(xs).items():
         assert torch.equal(x, orthonormal(xs[name]))
 

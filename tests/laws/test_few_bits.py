@@ -100,6 +100,49 @@ def test_error_feedback_in_rows_equals_the_plain_composition(bits: int, whole_ro
         assert all(same_bits(residuals(a), residuals(b)) for a, b in zip(rows.states, plain.states, strict=True))
 
 
+def test_error_feedback_in_rows_takes_residuals_that_were_loaded() -> None:
+    codec = ErrorFeedback(Quantized(2))
+    going_on, loaded = World(codec, 2, reuse=True), World(codec, 2, reuse=True)
+    for step in range(4):
+        inputs = [{k: t for k, t in unusual(2 * step + worker).items() if t.numel()} for worker in range(2)]
+        for a, b in zip(going_on.average(inputs), loaded.average(inputs), strict=True):
+            assert same_bits(a.mean, b.mean)
+        assert all(same_bits(a, b) for a, b in zip(going_on.states, loaded.states, strict=True))
+        for state in loaded.states:
+            state["residual"] = {name: t.clone() for name, t in state["residual"].items()}
+            state["residual"].pop("matrix" if step == 1 else "", None)
+        if step == 1:  # one that is not there counts as zeros
+            for state in going_on.states:
+                state["residual"]["matrix"].zero_()
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_rows_are_decoded_beside_their_messages(bits: int, dtype: torch.dtype) -> None:
+    codec = Quantized(bits, block=64)
+    rows = torch.randn(300, 64, generator=torch.Generator().manual_seed(bits)).to(dtype)
+    rows[:200] *= 10.0 ** torch.linspace(-44, 37, 200)[:, None]
+    rows[200:202, 3], rows[202, 3], rows[203] = torch.nan, torch.inf, 0
+    rows[204, 5:] = 0
+    counts = torch.full((300,), 64)
+    counts[204] = 5
+    for given in (None, counts):
+        messages, decoded = codec.encode_and_decode(rows, given)
+        assert torch.equal(messages, codec.encode(rows, given, None))
+        assert same_bits({"": decoded}, {"": codec.decode(messages, dtype)})
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_no_number_is_beyond_the_codes(bits: int) -> None:
+    """The step is rounded to 8 bits of precision: down by at most half of the last one."""
+    codec, largest = Quantized(bits, block=8), (2**bits - 1) // 2
+    steps = torch.arange(1, 2, 2**-13)[:, None]  # all that rounding can do to a step
+    for power in (2.0**-100, 1.0, 2.0**100):
+        rows = steps * largest * power * torch.tensor([1, -1, 0.5, -0.5, 0.3, -0.9, 0.99, -0.99])
+        decoded = codec.decode(codec.encode(rows, None, None), torch.float32)
+        assert ((decoded - rows).abs() <= 0.51 * steps * power).all()
+
+
 @pytest.mark.parametrize("bits", [8, 4, 2, 1])
 def test_codes_are_packed_from_the_lowest_bits_on(bits: int) -> None:
     codes = torch.randint(2**bits, (5, 21), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
