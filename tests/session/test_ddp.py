@@ -325,6 +325,10 @@ def _mixed(worker: int) -> None:
     laconic.attach(laconic.ddp(), ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="torch's DDP(mixed_precision=...) asks CUDA for a stream, and there is no GPU",
+)
 def test_mixed_precision_of_ddp_is_refused_by_its_name():
     with pytest.raises(WorkerError, match=r"DistributedDataParallel\(mixed_precision=...\) averages .* torch.autocast"):
         run_workers(_mixed, 1)
