@@ -145,8 +145,8 @@ class History:
         return next(each for each in self.snapshots if each.step == step)
 
     def close(self) -> None:
-        """Save all snapshots as the last of this process."""
-        if self.generation:
+        """Save all snapshots as the last of this process, unless a killed process saved them: they may be behind."""
+        if self.generation and self.in_memory:
             self._save(self.snapshots, wait=True, last=True)
 
     def _save(self, snapshots: list[Snapshot], *, wait: bool, last: bool = False) -> None:

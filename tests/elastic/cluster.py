@@ -256,7 +256,7 @@ class Cluster:
         self.host.join()
         for id in list(self.stopped):
             self.send(id, signal.SIGCONT)
-        self.wait(150)  # one that is about to join looks for the store for 30 s
+        self.wait(150)  # one that is about to join looks for the store twice for 30 s
 
     def send(self, id: str, number: signal.Signals) -> None:
         """Send a signal to a worker."""

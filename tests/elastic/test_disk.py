@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic import elastic
-from laconic.elastic.history import Committed, Snapshot, SnapshotStore
+from laconic.elastic.history import Committed, History, Snapshot, SnapshotStore
+from laconic.elastic.rendezvous import Member, Membership
 from tests.workers import run_workers
 
 
@@ -62,6 +63,22 @@ def test_the_mark_of_the_last_snapshots_belongs_to_one_generation(tmp_path):
     save(tmp_path, "1", 3, 10, last=True)
     save(tmp_path, "1", 4, 12)
     assert newest(tmp_path, "1") == (4, [12], False)
+
+
+@pytest.mark.parametrize("read_from", ["0", "1"])
+def test_a_worker_that_ends_before_it_has_joined_again_does_not_take_the_others_back(tmp_path, read_from):
+    save(tmp_path, read_from, 6, 541, 561)  # in the background: worker 1 was killed, and the others commit more
+    waiting = History({}, SnapshotStore(tmp_path, "1"))
+    waiting.begin(0)
+    # The store's host dies. Workers 0 and 2 end in order, and so does worker 1, which waits to join.
+    for id in ("0", "2"):
+        save(tmp_path, id, 6, 561, 581, last=True)
+    waiting.close()
+    members = []
+    for id in ("0", "1", "2"):
+        generation, steps, in_memory = newest(tmp_path, id)
+        members.append(Member(id, id, generation, tuple(steps), in_memory))
+    assert Membership(0, 7, tuple(members)).base == 581
 
 
 def test_the_workers_of_a_commit_are_saved(tmp_path):
