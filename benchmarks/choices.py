@@ -68,7 +68,7 @@ def _choose(name: str, training: dict[str, Any], computing: float) -> Choice:
     others = tuple(each for each in quality.measured_cells() if each.name != name or name in ALONE)
     forecast = Forecast(PLANS, scenario)
     for each in forecast.rows:  # ddp() is among them
-        each.predicted = quality.predict(each.plan, scenario.training(), others)
+        each.predicted = quality.predict(each.resolved, scenario.training(), others)
     chosen = choice(forecast)
     known = {laconic.ddp(): 1.0, laconic.ddp("bf16"): 1.0, laconic.alone(): 0.0}
     known |= {laconic.plan(text): fmean(cell["kept"].values()) for text, cell in training["plans"].items()}

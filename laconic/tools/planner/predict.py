@@ -308,7 +308,7 @@ class Prediction:
         With groups, over groups that do not communicate.
         """
         if self.group == 1:
-            return predict(self.plan, self.scenario.training())
+            return predict(self.resolved, self.scenario.training())
         if self.group == self.scenario.workers:
             return Kept(1.0, 1.0, 1.0)
         return predict(replace(self.resolved, topology=World()), self.scenario.training(self.group))

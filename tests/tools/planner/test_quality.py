@@ -47,7 +47,7 @@ def _cells(noise: float = 0.0, trainings: int = 12, plans=PLANS) -> list[Cell]:
         ("power_sgd(rank=64)", ("few bits", 1.0)),  # too high for matrices of width 128
         ("power_sgd(rank=8, rounds='alternating')", None),
         ("power_sgd(rank=8, feedback=False)", None),
-        ("frugal('60x')", ("deltas", 4.0)),
+        ("streaming_diloco(period=4)", ("deltas", 4.0)),
         ("diloco()", ("deltas", 16.0)),
         ("post_local_sgd(period=4)", ("deltas", 4.0)),
         ("diloco(lr=0.7, momentum=0.9)", None),
