@@ -241,7 +241,10 @@ def _few_tensors(worker: int, text: str) -> tuple[int, float, list[Tensor]]:
     return sent, steps * laconic.sent_bytes(plan, model), [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("plan", ["frugal('120x')", "frugal('120x', delay=1)", "streaming_diloco(16, 8, codec=Exact())"])
+FEW = ["frugal('120x')", "frugal('120x', delay=1)", "streaming_diloco(16, 8, codec=Exact())"]
+
+
+@pytest.mark.parametrize("plan", FEW)
 def test_fragments_beyond_the_tensors_of_a_model_are_empty(plan):
     assert laconic.plan(plan).schedule.fragments > 2
     (sent, planned, here), (_, _, there) = run_workers(_few_tensors, 2, (plan,))
