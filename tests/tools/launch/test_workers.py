@@ -171,9 +171,12 @@ def test_a_script_that_is_aborted_before_its_end_is_a_failure(script, tmp_path):
 def test_a_worker_that_lost_its_peer_is_not_the_cause(script, tmp_path):
     """Worker 0 fails first, because worker 1, which has an error of its own, is slow to exit."""
     script.write_text(
-        "import os, sys, time\n"
-        "if os.environ['RANK'] == '0': time.sleep(1); raise RuntimeError('Connection closed by peer')\n"
-        "print('[rank1]: ValueError: no data\\n[rank1]:   here', file=sys.stderr, flush=True)\ntime.sleep(60)"
+        f"import os, sys, time\nsaid = {str(tmp_path / 'said')!r}\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    while not os.path.exists(said): time.sleep(0.05)\n"  # the test has a timeout
+        "    raise RuntimeError('Connection closed by peer')\n"
+        "print('[rank1]: ValueError: no data\\n[rank1]:   here', file=sys.stderr, flush=True)\n"
+        "open(said, 'w').close()\ntime.sleep(60)"
     )
     with pytest.raises(WorkerError, match=r"worker 1 of 2 .*: ValueError: no data here\. The other"):
         launch(TrainingRun(laconic.ddp(), Script(script), workers=2, goal=Goal()), tmp_path)
