@@ -73,8 +73,8 @@ def possible_step(options: StepOptions, setup: Setup, gradients: bool, sound: bo
     nan = options.nan
     if nan is not None:
         nan = replace(nan, worker=nan.worker % setup.workers)
-        if setup.amp and setup.split:
-            nan = replace(nan, parameter=None)  # a GradScaler decides for each optimizer
+        if setup.split and (setup.amp or setup.wrap == "bare"):
+            nan = replace(nan, parameter=None)  # found for each optimizer by itself: those before it have stepped
         if setup.nonfinite == "exclude" and gradients:  # bucket by bucket: let all of a worker's be left out, or none
             nan = None if setup.amp else replace(nan, parameter=None)
             options = replace(options, branch=(True,) * 4)

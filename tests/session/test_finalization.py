@@ -36,7 +36,7 @@ def _train(worker: int, text: str, options: dict[str, Any]) -> tuple[torch.Tenso
             optimizer.step()
             optimizer.zero_grad()
         gc.collect()
-        alive = {t.untyped_storage() for t in gc.get_objects() if type(t) is torch.Tensor}
+        alive = {t.untyped_storage() for t in gc.get_objects() if type(t) is torch.Tensor and not t.is_meta}
         return weights(module), max(storage.nbytes() for storage in alive) > LARGEST
 
 
