@@ -476,8 +476,17 @@ def simulate(run: Run, device: torch.device) -> Found:
     whole = laconic.sent_bytes(laconic.ddp(), session.parameters, WORKERS) * workers[0].steps
     seconds = time.perf_counter() - began
     noise = None if session.health is None else session.health.noise
-    found = Found(repr(session.plan), curve[-1][1], curve, session.ledger.wire_bytes, whole, seconds, noise, logged)
-    found.device = device.type
+    found = Found(
+        became=repr(session.plan),
+        loss=curve[-1][1],
+        curve=curve,
+        bytes=session.ledger.wire_bytes,
+        ddp_bytes=whole,
+        seconds=seconds,
+        noise=noise,
+        alarms=logged,
+        device=device.type,
+    )
     for each in sessions.values():
         each.detach()
     return found

@@ -28,7 +28,7 @@ from laconic.values import as_code, is_whole
 BITS = (8, 4, 2, 1)
 SCALE_BYTES = 2
 _BELOW_TINY = torch.finfo(torch.float32).tiny * (1 - 2**-7)
-"""The largest bf16 number of which the step of a row is taken for zero: the next one is 1.2e-38, as in fp32."""
+"""The largest step of a row, in bf16, that is taken for zero: the next one is 1.2e-38, as in fp32."""
 _STEP_OF_MEAN = {1: 2.0, 2: 1.25}
 """The step in mean magnitudes: for 1 bit the best for any row; for 2 bits between the best for a normal distribution
 (1.25), a uniform (1.0) and a Laplace distribution (1.54)."""

@@ -106,7 +106,7 @@ def reduce_messages(
 
 
 def _mean_of(received: Tensor, exact: Tensor, codec: Rows, worker: int) -> Tensor:
-    """Return the mean of messages [workers, n, bytes], of which that of `worker` is of rows known exactly."""
+    """Return the mean of messages [workers, n, bytes]; in place of its own message, `worker` has `exact` rows."""
     if len(received) == 2:  # a sum of two has one order, and halves are exact
         return codec.decode(received[1 - worker], exact.dtype).div_(2).add_(exact, alpha=0.5)
     parts = codec.decode(received, exact.dtype)

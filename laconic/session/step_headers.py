@@ -5,7 +5,7 @@
   n_i * workers / sum(n), before the codec (`Headers.shares`). Shares are 1 on average, so codecs, residuals and outer
   steps stay as they are: what is delivered plus what residuals keep is the weighted truth.
 - Rounds that end by the clock, as of `diloco(every="30s")`. Workers take different numbers of steps in such a round.
-  What all of them count alike is the round: headers compare it in the place of the step, and they tell how many steps
+  What all of them count alike is the round: headers compare it in the place of the step, and they state how many steps
   each worker has taken.
 - Stopping together: one worker gets a signal, and all workers stop after the same step. A launcher that takes a machine
   away sends SIGTERM, and SIGKILL half a minute later. The signal handler only sets a flag. It is sent in the headers
@@ -135,7 +135,7 @@ class Rounds:
         self._began_s = monotonic()
 
     def received(self, headers: Headers) -> None:
-        """End the round: every worker has told how many steps it has taken."""
+        """End the round: every worker has stated how many steps it has taken."""
         self.ended += 1
         self.progress += sum(each.taken or 0 for each in headers.all) / len(headers.all)
 

@@ -211,7 +211,7 @@ def _average(state: PowerSGDState, bucket: GradBucket, batched: bool) -> Future[
 
     plain = state.iter < state.start_powerSGD_iter
     if not plain:  # 2. statistics, and gradients in the layout of their parameters
-        _count(state, bucket, _known(tensors, low_rank, batched))
+        _count(state, bucket, _shapes_of(tensors, low_rank, batched))
         tensors = {n: as_laid_out(g, p) for (n, g), p in zip(tensors.items(), bucket.parameters(), strict=True)}
 
     def begin(some: Mapping[str, Tensor]) -> Exchange[Averaged]:
@@ -249,7 +249,7 @@ def _compressed(
     else:
         codec = ErrorFeedback(Batched(low_rank) if batched else ByShape(low_rank), subtract=state.feedback)
     factors = {"p": state.p_memory_dict, "q": state.q_memory_dict} if state.warm_start else {"p": {}, "q": {}}
-    _draw(state, _known(tensors, low_rank, batched), next(iter(tensors.values())), factors["q"])
+    _draw(state, _shapes_of(tensors, low_rank, batched), next(iter(tensors.values())), factors["q"])
 
     engine = state._get_engine(state.process_group)
     key = (codec, id(state.error_dict), id(factors["p"]), id(factors["q"]))
@@ -268,7 +268,7 @@ def _state_tree(codec: Codec, residual: dict[str, Tensor], factors: State) -> St
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class _Shapes:
     """What the shapes of a bucket's tensors say."""
 
     rank: int
@@ -283,13 +283,13 @@ class _Bucket:
     """Elements before and after compression, as torch counts them."""
 
 
-def _known(tensors: Mapping[str, Tensor], low_rank: LowRank, batched: bool) -> _Bucket:
+def _shapes_of(tensors: Mapping[str, Tensor], low_rank: LowRank, batched: bool) -> _Shapes:
     """Look at some tensors; those of the same names and shapes were looked at in an earlier step."""
-    return _bucket_of(tuple((name, t.shape) for name, t in tensors.items()), low_rank, batched)
+    return _look_at(tuple((name, t.shape) for name, t in tensors.items()), low_rank, batched)
 
 
 @lru_cache(maxsize=4096)
-def _bucket_of(shapes: tuple[tuple[str, torch.Size], ...], low_rank: LowRank, batched: bool) -> _Bucket:
+def _look_at(shapes: tuple[tuple[str, torch.Size], ...], low_rank: LowRank, batched: bool) -> _Shapes:
     before = sum(shape.numel() for _, shape in shapes)
     groups: dict[tuple[int, int], list[str]] = defaultdict(list)
     if batched:  # one square matrix of all tensors
@@ -305,23 +305,23 @@ def _bucket_of(shapes: tuple[tuple[str, torch.Size], ...], low_rank: LowRank, ba
                 groups[matrix].append(name)
             rank = min(low_rank.rank, *matrix) if low_rank.accepts(shape) else 0
             after += rank * (rows + columns) or shape.numel()
-    return _Bucket(low_rank.rank, groups, [name for group in groups.values() for name in group], (before, after))
+    return _Shapes(low_rank.rank, groups, [name for group in groups.values() for name in group], (before, after))
 
 
-def _draw(state: PowerSGDState, bucket: _Bucket, like: Tensor, q: dict[str, Tensor]) -> None:
+def _draw(state: PowerSGDState, shapes: _Shapes, like: Tensor, q: dict[str, Tensor]) -> None:
     """Add the first factors where there are none, from the random numbers that torch would draw."""
     first = state.iter == state.start_powerSGD_iter
-    if state.warm_start and all(name in q for name in bucket.names) and (bucket.names or not first):
+    if state.warm_start and all(name in q for name in shapes.names) and (shapes.names or not first):
         return
     generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
-    for (rows, columns), group in bucket.groups.items():
+    for (rows, columns), group in shapes.groups.items():
         counts = [len(group)] if state.batch_tensors_with_same_shape else [1] * len(group)
-        size, dtype = (columns, min(bucket.rank, rows, columns)), wide_dtype(like.dtype)
+        size, dtype = (columns, min(shapes.rank, rows, columns)), wide_dtype(like.dtype)
         drawn = torch.cat([torch.randn(count, *size, generator=generator, dtype=dtype) for count in counts])
         q.update({name: x.to(like.device, copy=True) for name, x in zip(group, drawn, strict=True) if name not in q})
 
 
-def _count(state: PowerSGDState, bucket: GradBucket, shapes: _Bucket) -> None:
+def _count(state: PowerSGDState, bucket: GradBucket, shapes: _Shapes) -> None:
     """Update the compression statistics, which count elements as torch's do. The ledger counts bytes."""
     before, after = shapes.numels
     state.total_numel_before_compression += before
